@@ -13,8 +13,9 @@ from functools import cache
 
 import numpy as np
 
+from benchmarks.least_squares import positive
 from hvdkit.bench.figures import wide_console
-from hvdkit.bench.scale import fit, table
+from hvdkit.bench.scale import table
 from hvdkit.bench.scale.layers import MODELS
 from hvdkit.bench.scale.prediction import (
     BACKWARD_SHARE,
@@ -154,7 +155,7 @@ def fit_each(methods: Sequence[str]) -> dict[str, Network]:
             return np.array([point.predicted / point.measured - 1 for point in points])
 
         starts = [(_LATENCY, rate * share, _OVERHEAD, _WITHIN) for share in _SHARES_OF_NOMINAL]
-        fits = [fit.positive(residuals, start) for start in starts]
+        fits = [positive(residuals, start) for start in starts]
         best = min(fits, key=lambda values: float(np.sum(residuals(values) ** 2)))
         found[name] = _network(*best)
     return found
@@ -184,7 +185,7 @@ def fit_together(methods: Sequence[str]) -> dict[str, Network]:
         )
 
     start = [number for rate in NETWORKS.values() for number in (_LATENCY, rate * 0.3)]
-    return networks(fit.positive(residuals, [*start, _OVERHEAD, _WITHIN]))
+    return networks(positive(residuals, [*start, _OVERHEAD, _WITHIN]))
 
 
 def predict_berts(fitted: Mapping[str, Network], method: str = "WFBP") -> list[Point]:

@@ -92,9 +92,9 @@ def measure(hosts: Hosts, variants: Sequence[Variant], turns: int) -> Mapping[st
             job = Job(_plan(variant, place.size), place, folder)
             stack.callback(job.close)
             job.start()
-            for _ in range(_WARM_STEPS):
-                job.ask("step")
-            job.pause()
+            with job.turn():
+                for _ in range(_WARM_STEPS):
+                    job.ask("step")
             jobs.append(job)
         for _, job, seconds in in_turns(jobs, turns, _slowest):
             found.setdefault(job.name, []).append(seconds)

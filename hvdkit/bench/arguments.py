@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hvdkit.bench import link
+from hvdkit.bench import link, namespaces
 from hvdkit.bench.software import STOCK, missing_module
 from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
@@ -32,8 +32,6 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
 --two-hosts RATE          run on two hosts that are network namespaces of this machine, with a link
                           of this rate, such as 1Gbit/s; needs root and iproute2
 --mpirun PROGRAM          the mpirun of the engine's MPI
---keep-running            do not suspend the other variants (SIGSTOP) during a turn: shows the cost
-                          of idle jobs
 """
     add_options(verb, text, turns=turns)
     add_host_arguments(verb)
@@ -73,7 +71,7 @@ def check(options: argparse.Namespace) -> None:
     check_files(options)
     if options.two_hosts is not None:
         link.parse_rate(options.two_hosts, "--two-hosts")
-        if (reason := link.missing()) is not None:
+        if (reason := namespaces.missing()) is not None:
             raise HvdkitError(f"--two-hosts: {reason}")
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from hvdkit.bench import results
-from hvdkit.bench.figures import spread
+from hvdkit.bench.figures import new_table, spread
 from hvdkit.bench.results import Results
 from hvdkit.console.tables import Console
 
@@ -114,10 +112,7 @@ def show(before: Results, now: Results, changes: Sequence[Change], console: Cons
     if not before.complete:
         console.print("The earlier run ended early, and has only a part of its results.")
     if marked:
-        table = Table()
-        table.add_column("result")
-        for column in ("before, us", "now, us", "now / before", ""):
-            table.add_column(column, justify="right")
+        table = new_table("", ("result", "before, us", "now, us", "now / before", ""))
         for change in marked:
             cells = [f"{seconds * 1e6:.1f}" for seconds in (change.before, change.now)]
             ratio = f"{change.now / change.before:.2f}"

@@ -3,6 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
 from hvdkit.console.tables import Console
 
 # The characters of a line of the widest tables.
@@ -38,6 +41,20 @@ def spread(turns: Sequence[float]) -> tuple[float, float]:
 def ratios(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
     """Return the quartiles of `first[i] / second[i]`, where i is a turn that both have."""
     return quartiles([a / b for a, b in zip(first, second, strict=False)])
+
+
+def new_table(title: str, headings: Sequence[str], names: int = 1) -> Table:
+    """Return a table without rows.
+
+    Args:
+        title: above the table.
+        headings: those of the columns.
+        names: the number of columns with names, which come first. The others have numbers.
+    """
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < names else "right", no_wrap=True)
+    return table
 
 
 def wide_console() -> Console:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,7 +81,7 @@ class Job:
         return self.plan.name
 
     def start(self) -> None:
-        """Start the ranks, and wait until they are ready.
+        """Start the ranks, wait until they are ready, and stop them until their first turn.
 
         Raises:
             HvdkitError: a rank has ended, or is not ready in time.
@@ -97,6 +97,7 @@ class Job:
         self._ranks, self._guards = accepted
         self._answers("to start")
         self.facts = self._answers("to be ready", START_SECONDS)
+        self._ask_guards("stop")
 
     def _launch(self, connections: RankListener) -> RankGroup:
         plan = self.plan
@@ -144,8 +145,11 @@ class Job:
                 rank.send({"do": command, **message})
         return self._answers(command)
 
-    def pause(self) -> None:
-        """Stop the ranks (SIGSTOP)."""
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the ranks run in this context. Between its turns, a job is stopped (SIGSTOP)."""
+        self.resume()
+        yield
         self._ask_guards("stop")
 
     def resume(self) -> None:
@@ -154,10 +158,10 @@ class Job:
 
     def idle_share(self) -> float:
         """Return the share of a core that all ranks use together while they are idle."""
-        self.resume()
-        before = self._usage("cpu")
-        time.sleep(IDLE_SECONDS)
-        return (self._usage("cpu") - before) / IDLE_SECONDS
+        with self.turn():
+            before = self._usage("cpu")
+            time.sleep(IDLE_SECONDS)
+            return (self._usage("cpu") - before) / IDLE_SECONDS
 
     def unshared_memory(self) -> float:
         """Return the unshared memory of all ranks together, in bytes."""

@@ -1,9 +1,7 @@
 """Parse, limit and measure the rate of the link between hosts."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import time
 
@@ -35,21 +33,9 @@ def limit(cluster: namespaces.Cluster, bytes_per_second: float) -> None:
         namespaces.limit_rate(host, f"{bytes_per_second * 8:.0f}bit")
 
 
-def missing() -> str | None:
-    """Return why this machine cannot limit a link between hosts; None if it can."""
-    return namespaces.missing() or _missing_program("tc", "iproute2")
-
-
 def can_measure() -> bool:
     """Return whether iperf3 is installed, which `measure` needs."""
-    return _missing_program("iperf3", "iperf3") is None
-
-
-def _missing_program(program: str, package: str) -> str | None:
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    if shutil.which(program, path=path) is None:
-        return f"needs the program {program}: apt-get install {package}"
-    return None
+    return namespaces.missing_program(["iperf3"], "iperf3") is None
 
 
 def measure(cluster: namespaces.Cluster) -> float:

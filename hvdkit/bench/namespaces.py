@@ -80,7 +80,7 @@ class Cluster:
 def missing_program(programs: Iterable[str], packages: str) -> str | None:
     """Return how to install the first missing one of `programs`; None if all are installed."""
     for program in programs:
-        if shutil.which(program) is None:
+        if shutil.which(program, path=_path()) is None:
             return f"no {program} here: apt-get install {packages}"
     return None
 
@@ -89,9 +89,8 @@ def missing() -> str | None:
     """Return why this machine cannot have hosts; None if it can."""
     if os.geteuid() != 0:
         return "several hosts need network namespaces, and those need root"
-    for program, package in (("ip", "iproute2"), ("unshare", "util-linux")):
-        if shutil.which(program, path=_path()) is None:
-            return f"several hosts need the program {program}: apt-get install {package}"
+    if reason := missing_program(("ip", "tc", "unshare"), "iproute2 util-linux"):
+        return f"several hosts need programs: {reason}"
     # A container's root may lack capabilities, so try.
     probe = f"{_PREFIX}{os.getpid():x}probe"
     try:

@@ -1,6 +1,7 @@
-"""Sizes of buffers, as users write them: `1KiB..64MiBx4`, `4MB,25MB`."""
+"""Sizes of buffers and numbers of ranks, as users write them: `1KiB..64MiBx4`, `8,24`."""
 
 import re
+from collections.abc import Callable
 
 from hvdkit.errors import UsageError
 
@@ -13,38 +14,53 @@ _DEFAULT_FACTOR = "2"
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the sizes in bytes, in increasing order, without repetitions.
+    """Return the sizes in bytes; see `_parse`."""
+    return _parse(text, "--sizes", parse_size, "1KiB..64MiBx4 or 4MB,25MB")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the numbers of ranks; see `_parse`."""
+    return _parse(text, "--ranks", _parse_count, "8..1024, 8..512x4 or 8,24")
+
+
+def _parse(text: str, option: str, number: Callable[[str], int], example: str) -> list[int]:
+    """Return numbers, in increasing order, without repetitions.
 
     Args:
-        text: sizes and ranges of sizes, separated by commas. `A..BxF` are A, A x F, A x F x F, …
-            up to B; F is 2 if it is not given.
+        text: numbers and ranges of numbers, separated by commas. `A..BxF` are A, A x F, A x F x F,
+            … up to B; F is 2 if it is not given.
+        option: the name of the option, for errors.
+        number: converts a number.
+        example: for errors.
 
     Raises:
         UsageError: a part is malformed.
     """
-    sizes: set[int] = set()
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
+    found: set[int] = set()
+    for part in filter(None, map(str.strip, text.split(","))):
         first, dots, rest = part.partition("..")
-        if not dots:
-            sizes.add(parse_size(first))
-            continue
         last, given, factor_text = rest.partition("x")
         if not given:
             factor_text = _DEFAULT_FACTOR
         factor = int(factor_text) if factor_text.isdigit() else 0
-        start, end = parse_size(first), parse_size(last)
+        start, end = number(first), number(last if dots else first)
         if factor < 2 or end < start:
             raise UsageError(
-                f"--sizes has the range {part!r}; expected FIRST..LAST or FIRST..LASTxFACTOR, with "
-                f"a factor of at least 2, such as 1KiB..64MiBx4"
+                f"{option} has the range {part!r}; expected FIRST..LAST or FIRST..LASTxFACTOR, "
+                f"with a factor of at least 2, such as {example}"
             )
         while start <= end:
-            sizes.add(start)
+            found.add(start)
             start *= factor
-    if not sizes:
-        raise UsageError("--sizes is empty; expected sizes such as 1KiB..64MiBx4 or 4MB,25MB")
-    return sorted(sizes)
+    if not found:
+        raise UsageError(f"{option} is empty; expected numbers such as {example}")
+    return sorted(found)
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UsageError(f"--ranks has {text!r}; expected numbers such as 8,24")
+    return int(text)
 
 
 def parse_size(text: str) -> int:

@@ -12,6 +12,8 @@ from hvdkit.errors import UsageError
 
 #: The engine of this environment, and the engine of `--stock`.
 INSTALLED, STOCK = "installed", "stock"
+#: hvdkit with HVDKIT_COLLECTIVES=flat: no shared memory, one ring over all ranks.
+FLAT = "flat"
 
 _INSTALL = {
     "torch": "pip install torch",

@@ -16,24 +16,20 @@ _SPARE_MEMORY = 1.5
 
 
 def in_turns(
-    jobs: Sequence[Job], turns: int, work: Callable[[Job], Result], keep_running: bool = False
+    jobs: Sequence[Job], turns: int, work: Callable[[Job], Result]
 ) -> Iterator[tuple[int, Job, Result]]:
     """Yield the turn, the job and the result of `work(job)`, for each turn and job.
 
     Args:
-        jobs: the jobs, which are stopped, or all running with `keep_running`.
+        jobs: the jobs.
         turns: the number of turns.
         work: called while the job runs.
-        keep_running: neither stop nor continue any job.
     """
     for turn in range(turns):
         # A random order, so that no job always follows the same other one.
         for job in random.Random(turn).sample(jobs, len(jobs)):
-            if not keep_running:
-                job.resume()
-            result = work(job)
-            if not keep_running:
-                job.pause()
+            with job.turn():
+                result = work(job)
             yield turn, job, result
 
 

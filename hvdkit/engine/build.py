@@ -148,7 +148,7 @@ def _make(plan: Plan, options: Options, scratch: Path, console: Console) -> Path
         [framework.name for framework in plan.frameworks],
         plan.controllers,
         plan.mpi.mpirun if plan.mpi else None,
-        lambda line: console.print(f"  {line}", highlight=False),
+        lambda line: console.print(f"  {line}"),
     )
     cache.store(plan.key, wheel, record)
     return wheel

@@ -17,7 +17,7 @@ _OPTIONS = """
 --controllers NAMES       gloo, mpi or both (default: gloo, and mpi when mpicxx is found)
 --gpu auto|nccl|none      nccl: GPU operations with NCCL; none: no GPU operations; auto (default):
                           nccl if the frameworks are CUDA builds, and nvcc and NCCL are found
---patches --fixes all|minimal  the patches to apply; minimal: only those that the build needs
+--patches all|minimal     the patches to apply; minimal: only those that the build needs
                           (default: all)
 --jobs N                  compilers to run at once (default: one per core); never more than
                           RAM / 2 GB
@@ -26,7 +26,7 @@ _OPTIONS = """
 --target DIR              install into DIR, not into this environment
 --no-cache                build even if the cache has this wheel
 --dry-run                 print the plan, and change nothing
---list-patches --list-fixes  list the patches to Horovod
+--list-patches            list the patches to Horovod
 """
 
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from hvdkit.console.tables import Console
     from hvdkit.engine import build, plan, report
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False)
     if options.list_patches:
         report.list_patches(console)
         return 0

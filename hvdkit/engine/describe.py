@@ -52,8 +52,7 @@ class Engine:
     @property
     def patches(self) -> tuple[str, ...]:
         """The names of its patches; see `hvdkit build --list-patches`."""
-        # Engines of earlier versions of hvdkit have the names under "fixes".
-        return tuple(self.record.get("patches", self.record.get("fixes", ())))
+        return tuple(self.record.get("patches", ()))
 
     @property
     def controllers(self) -> tuple[str, ...] | None:

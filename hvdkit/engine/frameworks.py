@@ -6,7 +6,6 @@ Each framework is imported in a new interpreter, because an import here would lo
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
+from hvdkit.engine import toolchain
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.system.processes import run_python
 
 #: Framework -> the oldest supported version.
 OLDEST = {"torch": "2.1", "tensorflow": "2.16"}
@@ -97,26 +96,19 @@ def find(names: Sequence[str] | None = None) -> tuple[Framework, ...]:
 
 def _probe(name: str) -> Framework:
     try:
-        answer = run_python("-c", _PROBES[name], seconds=_PROBE_SECONDS)
+        found = toolchain.ask_python(_PROBES[name], _PROBE_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise HvdkitError(
             f"{name} did not import within {_PROBE_SECONDS} s; try `{sys.executable} -c "
             f"'import {name}'`"
         ) from error
-    if answer.returncode != 0:
-        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+    except HvdkitError as error:
         raise HvdkitError(
-            f"{name} is installed, but importing it fails: {last}. Repair it, or omit it from "
+            f"{name} is installed, but importing it fails: {error}. Repair it, or omit it from "
             "--frameworks."
-        )
-    found = json.loads(answer.stdout.strip().splitlines()[-1])
-    framework = Framework(
-        name=name,
-        version=found["version"],
-        cxx11_abi=found["cxx11_abi"],
-        cuda=found["cuda"],
-        cuda_architectures=tuple(found["cuda_architectures"]),
-    )
+        ) from error
+    architectures = tuple(found.pop("cuda_architectures"))
+    framework = Framework(name, cuda_architectures=architectures, **found)
     # Accept a pre-release of the oldest version: vendors' distributions have such versions.
     if Version(Version(framework.version).base_version) < Version(OLDEST[name]):
         raise HvdkitError(

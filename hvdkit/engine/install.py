@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -39,13 +39,13 @@ def install_wheel(wheel: Path, target: Path | None = None) -> None:
     """
     # Without the index and without pip's cache, which identifies wheels by name and version only:
     # install exactly this file.
-    arguments = ["--no-index", "--no-deps", "--no-cache-dir", "--no-warn-script-location"]
+    arguments = ["--no-index", "--no-deps", "--no-cache-dir"]
     if target is None:
         arguments.append("--force-reinstall")
     else:
         arguments += ["--upgrade", "--target", str(target)]
     with _held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        _pip(["install", *arguments, str(wheel)])
+        _install(*arguments, str(wheel))
         if target is None:
             script.restore()
 
@@ -54,7 +54,7 @@ def install_tools(requirements: Sequence[str], folder: Path) -> None:
     """Install into `folder` the requirements that this environment does not satisfy."""
     missing = [text for text in requirements if not _satisfied(Requirement(text))]
     if missing:
-        _pip(["install", "--target", str(folder), "--no-warn-script-location", *missing])
+        _install("--target", str(folder), *missing)
 
 
 @contextmanager
@@ -75,18 +75,41 @@ def _satisfied(requirement: Requirement) -> bool:
     return requirement.specifier.contains(version, prereleases=True)
 
 
-def _pip(arguments: Sequence[str]) -> None:
+class PipFailed(HvdkitError):
+    """pip has failed; the message is its first error."""
+
+
+def pip(
+    arguments: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> None:
+    """Run pip, which has the user's index, proxy and certificates.
+
+    Raises:
+        PipFailed: it fails, or takes too long.
+    """
     command = python_command("-m", "pip", "--disable-pip-version-check", "--no-input")
     try:
         answer = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
+            [*command, *arguments],
+            env=env,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise HvdkitError(
-            f"`pip {' '.join(arguments)}` did not end within {_SECONDS} s. Check the network and "
-            "the file system, and try again."
+        raise PipFailed(
+            f"pip did not end within {_SECONDS} s. Check the network and the file system"
         ) from error
     if answer.returncode != 0:
         errors = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = " ".join(errors) or answer.stderr.strip() or answer.stdout.strip()
-        raise HvdkitError(f"pip {' '.join(arguments)} failed: {reason}")
+        lines = errors or (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+        raise PipFailed(lines[0].removeprefix("ERROR: ") if lines else "pip printed no error")
+
+
+def _install(*arguments: str) -> None:
+    try:
+        pip(["install", "--no-warn-script-location", *arguments])
+    except PipFailed as error:
+        raise HvdkitError(f"`pip install {' '.join(arguments)}` failed: {error}") from error

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.engine.toolchain import which
+from hvdkit.engine.toolchain import ask_python, output, which
 from hvdkit.errors import HvdkitError
-from hvdkit.system.processes import run_python
 
 _SECONDS = 60
 
@@ -102,13 +99,12 @@ def mpi4py_mismatch(mpi: Mpi) -> str | None:
     Two MPI libraries in one process crash it, and `hvd.init(comm)` loads mpi4py.
     """
     try:
-        answer = run_python("-c", _MPI4PY, seconds=_SECONDS)
+        found = ask_python(_MPI4PY, _SECONDS)
     except subprocess.TimeoutExpired:
         return f"mpi4py does not load its MPI within {_SECONDS} s"
-    if answer.returncode != 0:
-        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return None if "No module named 'mpi4py'" in last else f"mpi4py does not load: {last}"
-    found = json.loads(answer.stdout.strip().splitlines()[-1])
+    except HvdkitError as error:
+        missing = "No module named 'mpi4py'" in str(error)
+        return None if missing else f"mpi4py does not load: {error}"
     libraries = {Path(path).resolve() for path in found["libraries"]}
     # Compare folders, because a wheel has libmpi.so and libmpi.so.40 as two copies.
     if mpi.library.parent in {library.parent for library in libraries}:
@@ -123,12 +119,6 @@ def mpi4py_mismatch(mpi: Mpi) -> str | None:
 
 def _output(command: list[str]) -> str:
     try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise HvdkitError(f"`{shlex.join(command)}` does not run: {error}. {_REPAIR}") from error
-    text = answer.stdout.strip() or answer.stderr.strip()
-    if answer.returncode != 0 or not re.search(r"\S", text):
-        raise HvdkitError(f"`{shlex.join(command)}` fails: {text or 'no output'}. {_REPAIR}")
-    return text
+        return output(command)
+    except HvdkitError as error:
+        raise HvdkitError(f"{error} {_REPAIR}") from error

@@ -57,9 +57,7 @@ class BuildProgress:
         elif now >= self._printed + _PLAIN_STEP:
             self._printed = now - now % _PLAIN_STEP
             elapsed = int(time.monotonic() - self._started)
-            self._console.print(
-                f"{self._title}: {now} %, {elapsed // 60}:{elapsed % 60:02d}", highlight=False
-            )
+            self._console.print(f"{self._title}: {now} %, {elapsed // 60}:{elapsed % 60:02d}")
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -29,22 +29,22 @@ def show_plan(plan: Plan, console: Console, details: bool = False) -> None:
         ("CMake", f"{plan.cmake.version}, {plan.cmake.path or 'for this build only'}"),
     ]
     for name, value in rows:
-        _print(console, f"{name:12} {value}")
+        console.print(f"{name:12} {value}")
     for warning in plan.warnings:
-        _print(console, f"{'warning':12} {warning}")
+        console.print(f"{'warning':12} {warning}")
     if not details:
         return
     kept = cache.lookup(plan.key)
-    _print(console, f"{'cache':12} {kept or f'does not have it yet (key {plan.key})'}")
-    _print(console, "\npatches:")
+    console.print(f"{'cache':12} {kept or f'does not have it yet (key {plan.key})'}")
+    console.print("\npatches:")
     for patch in plan.patches:
-        _print(console, f"  {patch.name:28} {patch.description}")
-    _print(console, "\nenvironment:")
+        console.print(f"  {patch.name:28} {patch.description}")
+    console.print("\nenvironment:")
     for name, value in sorted(plan.settings().items()):
-        _print(console, f"  {name}={shlex.quote(value)}")
-    _print(console, "\ncommand, in the patched sdist:")
-    _print(console, f"  {shlex.join(plan.command(Path('dist')))}")
-    _print(console, "\nDry run: nothing was changed.")
+        console.print(f"  {name}={shlex.quote(value)}")
+    console.print("\ncommand, in the patched sdist:")
+    console.print(f"  {shlex.join(plan.command(Path('dist')))}")
+    console.print("\nDry run: nothing was changed.")
 
 
 def _gpu(gpu: Gpu) -> str:
@@ -61,12 +61,8 @@ def list_patches(console: Console) -> None:
     series = patches.series()
     for patch in series:
         kind = "needed to build" if patch.minimal else "changes behaviour"
-        _print(console, f"{patch.name} ({kind})")
-        _print(console, f"    {patch.description}")
-        _print(console, f"    origin: {patch.origin}")
-        _print(console, f"    test:   {patch.test}")
-    _print(console, f"\n{len(series)} patches for Horovod {patches.HOROVOD_VERSION}.")
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False)
+        console.print(f"{patch.name} ({kind})")
+        console.print(f"    {patch.description}")
+        console.print(f"    origin: {patch.origin}")
+        console.print(f"    test:   {patch.test}")
+    console.print(f"\n{len(series)} patches for Horovod {patches.HOROVOD_VERSION}.")

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tarfile
 from pathlib import Path
 
-from hvdkit.engine import cache, toolchain
+from hvdkit.engine import cache, install, toolchain
 from hvdkit.engine.patches import HOROVOD_VERSION
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.system.processes import python_command
 
 NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-
-_DOWNLOAD_SECONDS = 600
 
 
 def check(given: Path) -> None:
@@ -80,36 +76,19 @@ def unpack(sdist: Path, into: Path) -> Path:
 
 
 def _download(into: Path, tools: Path) -> Path:
-    """Download the sdist with pip, which has the user's index, proxy and certificates.
-
-    pip checks the hash before it runs code of the sdist.
-    """
+    """Download the sdist with pip, which checks the hash before it runs code of the sdist."""
     requirements = into / "requirements.txt"
     requirements.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SHA256}\n")
-    command = python_command("-m", "pip", "download", "--no-deps", "--no-binary=:all:")
-    command += ["--no-build-isolation", "--no-cache-dir", "--disable-pip-version-check"]
-    command += ["--progress-bar=off", "--retries=2", "--require-hashes", "--dest", str(into)]
+    command = ["download", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
+    command += ["--no-cache-dir", "--progress-bar=off", "--retries=2", "--require-hashes"]
+    command += ["--dest", str(into), "--requirement", str(requirements)]
+    environment = os.environ | {"PYTHONPATH": toolchain.python_path(tools)}
     try:
-        answer = subprocess.run(
-            [*command, "--requirement", str(requirements)],
-            env=os.environ | {"PYTHONPATH": toolchain.python_path(tools)},
-            cwd=into,
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
+        install.pip(command, environment, into)
+    except install.PipFailed as error:
         raise HvdkitError(
-            f"{NAME} was not downloaded within {_DOWNLOAD_SECONDS} s. {_WITHOUT_NETWORK}"
+            f"{NAME} cannot be downloaded from the package index: {error} {_WITHOUT_NETWORK}"
         ) from error
-    if answer.returncode != 0:
-        errors = [line for line in answer.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = (errors or answer.stderr.strip().splitlines() or ["pip printed no error"])[0]
-        raise HvdkitError(
-            f"{NAME} cannot be downloaded from the package index: {reason.removeprefix('ERROR: ')} "
-            f"{_WITHOUT_NETWORK}"
-        )
     return into / NAME
 
 

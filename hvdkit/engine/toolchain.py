@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,11 +14,13 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.version import Version
 
 from hvdkit.errors import HvdkitError
+from hvdkit.system.processes import run_python
 
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
 
@@ -29,6 +33,8 @@ OLDEST_GCC = "9"
 #: The memory of one compiler, and the disk space of a build.
 BYTES_PER_JOB = 2 * 10**9
 DISK_BYTES = 2 * 10**9
+
+_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -145,13 +151,44 @@ def check_disk(folder: Path) -> None:
         )
 
 
+def output(command: Sequence[str]) -> str:
+    """Return what a program prints.
+
+    Raises:
+        HvdkitError: it does not run, fails, or prints nothing.
+    """
+    shown = f"`{shlex.join(command)}`"
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HvdkitError(f"{shown} does not run: {error}.") from error
+    text = answer.stdout.strip() or answer.stderr.strip()
+    if answer.returncode != 0 or not text:
+        raise HvdkitError(f"{shown} fails: {text or 'no output'}.")
+    return text
+
+
 def _first_line(command: Sequence[str]) -> str | None:
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return output(command).splitlines()[0].strip()
+    except HvdkitError:
         return None
-    lines = answer.stdout.strip().splitlines()
-    return lines[0].strip() if answer.returncode == 0 and lines else None
+
+
+def ask_python(code: str, seconds: float) -> dict[str, Any]:
+    """Return the JSON object that code prints in its last line, in a new interpreter.
+
+    Raises:
+        HvdkitError: the code fails; the message is the last line of its errors.
+        subprocess.TimeoutExpired: it has not ended within `seconds`.
+    """
+    answer = run_python("-c", code, seconds=seconds)
+    if answer.returncode != 0:
+        raise HvdkitError((answer.stderr.strip().splitlines() or ["no message"])[-1])
+    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found
 
 
 def python_path(first: Path) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, TypeVar
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -22,7 +22,12 @@ from libcst.metadata import (
 
 from hvdkit.migrate.files import lines_of
 
-Edit = Callable[[Any], "cst.CSTNode | cst.RemovalSentinel"]
+Edit = Callable[..., "cst.CSTNode | cst.RemovalSentinel"]
+Node = TypeVar("Node", bound=cst.CSTNode)
+
+
+#: Between two arguments.
+COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 
 @dataclass(frozen=True, order=True)
@@ -32,6 +37,26 @@ class Remark:
     line: int
     rule: str
     text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line that a rule has found. `text` is for the user; empty: the reason of the rule."""
+
+    node: cst.CSTNode
+    text: str = ""
+
+
+class Change(Finding):
+    """The rule changes the line."""
+
+
+class Advice(Finding):
+    """A human has to change the line."""
+
+
+class Note(Finding):
+    """A difference that needs no change in most scripts."""
 
 
 @dataclass(eq=False)
@@ -63,29 +88,80 @@ class Script:
         self._edits: dict[cst.CSTNode, list[Edit]] = {}
         self._before: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
         self._after: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
-        self.nodes: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
+        self._nodes: dict[type[cst.CSTNode], list[Any]] = {}
         for node in walk(self.module):
-            self.nodes.setdefault(type(node), []).append(node)
+            self._nodes.setdefault(type(node), []).append(node)
         self._values_of_attributes = self._assigned_attributes()
+
+    @property
+    def script(self) -> Script:
+        """This script, as the target of a rule."""
+        return self
 
     # What the file contains.
 
-    def all(self, *kinds: type[cst.CSTNode]) -> Iterator[cst.CSTNode]:
+    def all(self, *kinds: type[Node]) -> Iterator[Node]:
         """Yield the nodes of these classes, in the order of the file."""
         for kind in kinds:
-            yield from self.nodes.get(kind, [])
+            yield from self._nodes.get(kind, [])
 
     def calls(self) -> Iterator[cst.Call]:
         """Yield all calls."""
-        for node in self.all(cst.Call):
-            assert isinstance(node, cst.Call)
-            yield node
+        return self.all(cst.Call)
 
     def attributes(self) -> Iterator[cst.Attribute]:
         """Yield all attribute accesses, outer ones before those that they contain."""
-        for node in self.all(cst.Attribute):
-            assert isinstance(node, cst.Attribute)
-            yield node
+        return self.all(cst.Attribute)
+
+    def methods(self, *names: str) -> Iterator[tuple[cst.Call, cst.Attribute]]:
+        """Yield the calls `x.name(…)`, each with the attribute `x.name`."""
+        for call in self.calls():
+            if isinstance(call.func, cst.Attribute) and call.func.attr.value in names:
+                yield call, call.func
+
+    def call_of(self, function: cst.CSTNode) -> cst.Call | None:
+        """Return the call `function(…)`; None if the expression is not called."""
+        call = self.parent(function)
+        return call if isinstance(call, cst.Call) and call.func is function else None
+
+    def named_calls(self) -> Iterator[tuple[cst.Call, str]]:
+        """Yield the calls of names that imports define, each with the full name."""
+        for call in self.calls():
+            if name := self.name_of(call.func):
+                yield call, name
+
+    def uses(self, *kinds: type[cst.CSTNode]) -> Iterator[tuple[Any, str]]:
+        """Yield (node, full name) for each use of a name that an import defines.
+
+        Args:
+            kinds: the classes of the nodes. Default: attributes.
+        """
+        for node in self.all(*(kinds or (cst.Attribute,))):
+            name = self.name_of(node)
+            if name and self.enclosing(node, cst.Import, cst.ImportFrom) is None:
+                yield node, name
+
+    def variables(self, name: str) -> Iterator[cst.Name]:
+        """Yield the uses of a plain name: not attributes, keywords, and parts of imports."""
+        for node in self.all(cst.Name):
+            where = self.parent(node)
+            is_part = isinstance(where, cst.Attribute) and where.attr is node
+            is_keyword = isinstance(where, cst.Arg) and where.keyword is node
+            is_imported = self.enclosing(node, cst.Import, cst.ImportFrom) is not None
+            if node.value == name and not (is_part or is_keyword or is_imported):
+                yield node
+
+    def imported_names(
+        self, *kinds: type[cst.Import | cst.ImportFrom]
+    ) -> Iterator[tuple[Any, str, cst.ImportAlias]]:
+        """Yield (statement, full name, alias) for each name that an import statement has.
+
+        Args:
+            kinds: the classes of the statements. Default: both.
+        """
+        for node in self.all(*(kinds or (cst.Import, cst.ImportFrom))):
+            for name, alias in imported_names(node):
+                yield node, name, alias
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line where the node begins."""
@@ -97,19 +173,18 @@ class Script:
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the statement line (or the header of a block) that contains the node."""
-        while not isinstance(
-            node, cst.SimpleStatementLine | cst.BaseCompoundStatement | cst.Module
-        ):
-            node = self.parent(node)
-        return node
+        kinds = (cst.SimpleStatementLine, cst.BaseCompoundStatement, cst.Module)
+        return next(each for each in (node, *self.around(node)) if isinstance(each, kinds))
 
-    def enclosing(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> cst.CSTNode | None:
-        """Return the innermost node of these classes that contains `node`."""
+    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the nodes that contain this one, the innermost first and the module last."""
         while node is not self.module:
             node = self.parent(node)
-            if isinstance(node, kinds):
-                return node
-        return None
+            yield node
+
+    def enclosing(self, node: cst.CSTNode, *kinds: type[Node]) -> Node | None:
+        """Return the innermost node of these classes that contains `node`."""
+        return next((each for each in self.around(node) if isinstance(each, kinds)), None)
 
     def is_statement(self, node: cst.CSTNode) -> bool:
         """Return whether an expression is a statement of its own, so that its value is not used."""
@@ -121,12 +196,8 @@ class Script:
 
     def scope(self, node: cst.CSTNode) -> Scope | None:
         """Return the scope in which an expression is evaluated."""
-        while node is not self.module:
-            found = self._scopes.get(node)
-            if found is not None:
-                return found
-            node = self.parent(node)
-        return None
+        outward = (node, *self.around(node))
+        return next(filter(None, map(self._scopes.get, outward)), None)
 
     # What names mean.
 
@@ -177,7 +248,6 @@ class Script:
     def _assigned_attributes(self) -> dict[str, list[cst.BaseExpression | None]]:
         found: dict[str, list[cst.BaseExpression | None]] = {}
         for node in self.all(cst.AssignTarget):
-            assert isinstance(node, cst.AssignTarget)
             if isinstance(node.target, cst.Attribute) and (name := self.dotted(node.target)):
                 found.setdefault(name, []).append(self._assigned(node.target))
         return found
@@ -221,7 +291,7 @@ class Script:
 
     def binds(self, name: str) -> bool:
         """Return whether the file uses `name` as a variable anywhere."""
-        return any(isinstance(each, cst.Name) and each.value == name for each in self.all(cst.Name))
+        return any(each.value == name for each in self.all(cst.Name))
 
     def imports(self, *packages: str) -> bool:
         """Return whether the file imports a module of one of these packages."""
@@ -230,28 +300,26 @@ class Script:
     @property
     def imported(self) -> list[str]:
         """The full names of all imported modules and names; relative ones begin with a dot."""
-        found = []
-        for node in self.all(cst.Import, cst.ImportFrom):
-            found += [name for name, _ in imported_names(node)]
-        return found
+        return [name for _, name, _ in self.imported_names()]
 
-    # What rules request.
+    # What rules request. The methods return the change of the line of `node`, for a rule to yield.
 
-    def edit(self, node: cst.CSTNode, edit: Callable[..., cst.CSTNode], *arguments: Any) -> None:
+    def edit(self, node: cst.CSTNode, edit: Edit, *arguments: Any) -> Change:
         """Replace a node by `edit(node, *arguments)`, after its children and earlier edits."""
         self._edits.setdefault(node, []).append(lambda each: edit(each, *arguments))
+        return Change(node)
 
-    def set(self, node: cst.CSTNode, **fields: Any) -> None:
+    def set(self, node: cst.CSTNode, **fields: Any) -> Change:
         """Change fields of a node."""
-        self._edits.setdefault(node, []).append(lambda each: each.with_changes(**fields))
+        return self.edit(node, lambda each: each.with_changes(**fields))
 
-    def put(self, node: cst.CSTNode, new: cst.CSTNode) -> None:
+    def put(self, node: cst.CSTNode, new: cst.CSTNode) -> Change:
         """Replace a node by another one."""
-        self._edits.setdefault(node, []).append(lambda _: new)
+        return self.edit(node, lambda _: new)
 
-    def remove(self, node: cst.CSTNode) -> None:
+    def remove(self, node: cst.CSTNode) -> Change:
         """Remove a statement."""
-        self._edits.setdefault(node, []).append(lambda _: cst.RemoveFromParent())
+        return self.edit(node, lambda _: cst.RemoveFromParent())
 
     def insert(
         self, statement: cst.CSTNode, new: cst.BaseStatement, *, before: bool = False
@@ -261,11 +329,7 @@ class Script:
 
     def is_edited(self, node: cst.CSTNode) -> bool:
         """Return whether a rule edits or removes the node, or one that contains it."""
-        while node is not self.module:
-            if node in self._edits:
-                return True
-            node = self.parent(node)
-        return False
+        return any(each in self._edits for each in (node, *self.around(node)))
 
     def change(self, rule: str, node: cst.CSTNode, text: str) -> None:
         """Report that a rule changes the line of `node`."""
@@ -382,11 +446,6 @@ def _with_imports(module: cst.Module, lines: Sequence[str]) -> cst.Module:
     return module.with_changes(body=body)
 
 
-def expression(code: str) -> cst.BaseExpression:
-    """Return the tree of an expression."""
-    return cst.parse_expression(code)
-
-
 def dotted_name(code: str) -> cst.Attribute | cst.Name:
     """Return the tree of a dotted name."""
     node = cst.parse_expression(code)
@@ -394,11 +453,18 @@ def dotted_name(code: str) -> cst.Attribute | cst.Name:
     return node
 
 
+def line_of(content: str | cst.BaseExpression) -> cst.SimpleStatementLine:
+    """Return the tree of a line with one statement, of its code or of an expression."""
+    if isinstance(content, cst.BaseExpression):
+        return cst.SimpleStatementLine([cst.Expr(content)])
+    line = cst.parse_statement(content)
+    assert isinstance(line, cst.SimpleStatementLine)
+    return line
+
+
 def fill(code: str, **nodes: cst.BaseExpression) -> cst.BaseSmallStatement:
     """Return the tree of a statement, in which expressions take the places of some names."""
-    line = cst.parse_statement(code)
-    assert isinstance(line, cst.SimpleStatementLine)
-    filled = line.body[0].visit(_Filler(nodes))
+    filled = line_of(code).body[0].visit(_Filler(nodes))
     assert isinstance(filled, cst.BaseSmallStatement)
     return filled
 
@@ -433,6 +499,20 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.A
         if each.keyword is None and not each.star and i == position:
             return each
     return None
+
+
+def named(given: cst.Arg, name: str) -> cst.Arg:
+    """Return an argument with a keyword."""
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return given.with_changes(keyword=cst.Name(name), equal=equal)
+
+
+def with_argument(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
+    """Return a call with the keyword argument `name=value` at its end."""
+    *first, last = call.args
+    new = named(last.with_changes(value=value, star=""), name)
+    last = last.with_changes(comma=COMMA, whitespace_after_arg=cst.SimpleWhitespace(""))
+    return call.with_changes(args=[*first, last, new])
 
 
 def without_arguments(call: cst.Call, *keywords: str) -> cst.Call:

@@ -1,10 +1,11 @@
 """Deliver records to loggers, in threads, so that no logger stops or slows the training."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.records import Record, Run
@@ -26,7 +27,6 @@ class Delivery:
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._lines = [_Line(logger) for logger in loggers]
-        self._closed = False
 
     def begin(self, run: Run) -> None:
         """Pass the beginning of a part of the run to all loggers."""
@@ -40,13 +40,11 @@ class Delivery:
 
     def close(self) -> None:
         """Deliver the queued records and close the loggers, within `CLOSE_SECONDS` in all."""
-        if self._closed:
-            return
-        self._closed = True
-        for line in self._lines:
+        lines, self._lines = self._lines, []
+        for line in lines:
             line.end()
         deadline = time.monotonic() + CLOSE_SECONDS
-        for line in self._lines:
+        for line in lines:
             line.join(deadline)
 
 
@@ -56,25 +54,18 @@ class _Line:
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._name = type(logger).__name__
-        self._calls: deque[tuple[Callable[[Logger], None], bool]] = deque()
-        self._changed = threading.Condition()
-        self._ended = False
+        # None is the end.
+        self._calls: SimpleQueue[tuple[Callable[[Logger], None], bool] | None] = SimpleQueue()
         self._failed = self._dropped = 0
         self._warned_of: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"hvdkit-{self._name}", daemon=True)
         self._thread.start()
 
     def put(self, call: Callable[[Logger], None], is_record: bool) -> None:
-        with self._changed:
-            if self._ended:
-                return
-            full = is_record and len(self._calls) >= CAPACITY
-            if full:
-                self._dropped += 1
-            else:
-                self._calls.append((call, is_record))
-                self._changed.notify()
-        if full:
+        if not is_record or self._calls.qsize() < CAPACITY:
+            self._calls.put((call, is_record))
+        else:
+            self._dropped += 1
             self._warn(
                 "slow",
                 f"{self._name} is slower than the training: {CAPACITY} records wait, and further "
@@ -82,17 +73,15 @@ class _Line:
             )
 
     def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
+        self._calls.put(None)
 
     def join(self, deadline: float) -> None:
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            with self._changed:
-                waiting = sum(is_record for _, is_record in self._calls)
-                self._dropped += waiting
-                self._calls.clear()
+            with contextlib.suppress(Empty):
+                while waiting := self._calls.get_nowait():
+                    self._dropped += waiting[1]
+            self.end()
             _log.warning("%s did not end within %.0f s.", self._name, CLOSE_SECONDS)
         lost = self._failed + self._dropped
         if lost:
@@ -102,14 +91,8 @@ class _Line:
             )
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._calls or self._ended):
-                    self._changed.wait()
-                if not self._calls:
-                    break
-                call, is_record = self._calls.popleft()
-            self._try(call, is_record)
+        while (waiting := self._calls.get()) is not None:
+            self._try(*waiting)
         self._try(lambda logger: logger.close(), is_record=False)
 
     def _try(self, call: Callable[[Logger], None], is_record: bool) -> None:

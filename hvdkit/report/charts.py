@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hvdkit.report import numbers
 from hvdkit.report.series import Point, reduced
@@ -19,29 +19,6 @@ _LOG_RATIO = 50
 _LONGEST_NAME = 50
 #: The most bars in a chart.
 MOST_BARS = 64
-
-
-class Chart(Protocol):
-    """A chart that is drawn with matplotlib.
-
-    Attributes:
-        key: a name for files.
-        title: the title.
-        height: in inches.
-    """
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def height(self) -> float: ...
-
-    def draw(self, axes: Any, theme: Theme) -> None:
-        """Draw the chart, without its title."""
-        ...
 
 
 @dataclass(frozen=True)

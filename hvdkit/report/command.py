@@ -18,7 +18,7 @@ from hvdkit.system.plain_files import Budget
 from hvdkit.system.whole_files import replacing
 
 if TYPE_CHECKING:
-    from hvdkit.report.charts import Chart
+    from hvdkit.report.theme import Chart
     from hvdkit.report.training_run import TrainingRun
 
 HELP = "write a page about a training run, or a comparison of several runs"

@@ -7,7 +7,7 @@ from statistics import median
 
 from hvdkit.monitor import metrics
 from hvdkit.report import numbers
-from hvdkit.report.charts import Chart, Line, LineChart
+from hvdkit.report.charts import Line, LineChart
 from hvdkit.report.document import Cell, Document, Section, Table, Value
 from hvdkit.report.numbers import percent, short, with_unit
 from hvdkit.report.ranks import SlowRanks
@@ -42,7 +42,7 @@ def document(runs: Sequence[TrainingRun]) -> Document:
     made = [_differences(runs, own)]
     losses = [name for name in own if is_loss(name)]
     if losses:
-        charts: list[Chart] = [_chart(runs, name) for name in losses[:4]]
+        charts = [_chart(runs, name) for name in losses[:4]]
         timed = [run for run in runs if run.began is not None]
         charts.insert(1, _chart(timed, losses[0], over_time=True))
         made.append(Section("Loss", _last_common(runs, losses[0]), charts))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdkit.report import numbers
-from hvdkit.report.charts import Chart
+from hvdkit.report.theme import Chart
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from statistics import median
 
 from hvdkit.monitor import metrics
 from hvdkit.report import numbers
-from hvdkit.report.charts import Chart, Line, LineChart, StackChart
+from hvdkit.report.charts import Line, LineChart, StackChart
 from hvdkit.report.document import Cell, Section, Table, Value
 from hvdkit.report.numbers import count, percent, short, with_unit
 from hvdkit.report.series import MOST_GROUPS, finite, mean_per_step, reduced, series
@@ -131,7 +131,7 @@ def _course(run: TrainingRun, name: str) -> list[str]:
 def optimization(run: TrainingRun) -> Section | None:
     """Return the section about learning rate, gradients and loss scale; None without them."""
     names = (metrics.LR, metrics.GRAD_NORM, metrics.LOSS_SCALE)
-    charts: list[Chart] = [line_chart(run, name) for name in names if run.has(name)]
+    charts = [line_chart(run, name) for name in names if run.has(name)]
     sentences = []
     if lr := finite(series(run.records, metrics.LR)):
         low, high = (pick(lr, key=lambda p: p.mean or 0.0) for pick in (min, max))
@@ -305,7 +305,7 @@ def communication(run: TrainingRun) -> Section | None:
             f"In a ring over {ranks} ranks, each rank sends {times} over the network. Ranks of one "
             f"host may use shared memory instead."
         )
-    charts: list[Chart] = [line_chart(run, metrics.PAYLOAD)]
+    charts = [line_chart(run, metrics.PAYLOAD)]
     if run.has(metrics.COMMUNICATION):
         charts.append(line_chart(run, metrics.COMMUNICATION))
     return Section("Communication", sentences, charts)

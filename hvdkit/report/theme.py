@@ -101,24 +101,30 @@ def check_installed() -> None:
         ) from error
 
 
-class Drawable(Protocol):
-    """A chart; see `hvdkit.report.charts`."""
+class Chart(Protocol):
+    """A chart that is drawn with matplotlib; see `hvdkit.report.charts`.
+
+    Attributes:
+        key: a name for files.
+        title: the title.
+        height: in inches.
+    """
 
     @property
-    def title(self) -> str:
-        """The title."""
-        ...
+    def key(self) -> str: ...
 
     @property
-    def height(self) -> float:
-        """The height in inches."""
-        ...
+    def title(self) -> str: ...
+
+    @property
+    def height(self) -> float: ...
 
     def draw(self, axes: Any, theme: Theme) -> None:
-        """Draw the chart into axes of matplotlib."""
+        """Draw the chart, without its title."""
+        ...
 
 
-def svg(chart: Drawable, number: int) -> str:
+def svg(chart: Chart, number: int) -> str:
     """Return a chart as an `svg` element for a page. Its ids begin with `c` and `number`."""
     file = io.StringIO()
     _save(chart, _STAND_INS, file, "svg")
@@ -141,13 +147,13 @@ def _for_page(tag: str, number: int) -> str:
     return re.sub(r" font-family: [^;\"]*;| transform=\"rotate\(-0 [^\"]*\"", "", tag)
 
 
-def png(chart: Drawable, path: Path) -> None:
+def png(chart: Chart, path: Path) -> None:
     """Write a chart as a picture on white ground."""
     with replacing(path) as draft, open(draft, "wb") as file:
         _save(chart, LIGHT, file, "png")
 
 
-def _save(chart: Drawable, theme: Theme, file: Any, format: str) -> None:
+def _save(chart: Chart, theme: Theme, file: Any, format: str) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -81,14 +82,8 @@ def largest_of(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
         sizes: the sizes, in increasing order.
         fits: see `largest_in_range`.
     """
-    low, high = -1, len(sizes)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            low = middle
-        else:
-            high = middle
-    return sizes[low] if low >= 0 else None
+    count = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return sizes[count - 1] if count else None
 
 
 def blocks_of(sums: Sequence[Sequence[float]]) -> list[Estimate]:

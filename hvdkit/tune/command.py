@@ -30,16 +30,10 @@ EXAMPLE = """\
   hvdkit tune -np 4 --batch-sizes 16..1024 python train.py --batch {batch_size}"""
 
 #: Options of `hvdkit run` that have no meaning here.
-_REFUSED = {
-    "elastic": "--elastic",
-    "restarts": "--restarts",
-    "nodes": "--nodes",
-    "debug_rank": "--debug-rank",
-    "output_dir": "--output-dir",
-    "config": "--config",
-    "write_config": "--write-config",
-    "dry_run": "--dry-run",
-}
+_REFUSED = (
+    *("elastic", "restarts", "nodes", "debug_rank", "output_dir"),
+    *("config", "write_config", "dry_run"),
+)
 _MB = 1_000_000
 #: The part of the free memory that ranks may use together by default.
 _SHARE = 0.9
@@ -69,15 +63,18 @@ _OPTIONS = f"""
 
 def add_arguments(verb: ArgumentParser) -> None:
     """Add the arguments of `hvdkit tune`. The others are those of `hvdkit run`."""
-    types = {"N": _count, "S": _count, "STEPS": _count_or_zero, "MB,…": _numbers, "LIST": _names}
-    add_options(verb, _OPTIONS, {**TYPES, **types}, timeout=900)
+    _add_own(verb)
     arguments.add_arguments(verb)
 
 
-#: The options of this command alone, by their names in a namespace.
+def _add_own(parser: ArgumentParser) -> None:
+    types = {"N": _count, "S": _count, "STEPS": _count_or_zero, "MB,…": _numbers, "LIST": _names}
+    add_options(parser, _OPTIONS, {**TYPES, **types}, timeout=900)
+
+
+#: The options for each of the two tasks, by their names in a namespace.
 _FOR_BATCHES = ("memory", "steps", "final_steps")
 _FOR_BUCKETS = ("bucket_mb", "wire_formats", "collectives", "turns", "file")
-_OWN = ("batch_sizes", *_FOR_BATCHES, *_FOR_BUCKETS, "timeout")
 
 
 def run(options: Namespace) -> int:
@@ -97,10 +94,10 @@ def run(options: Namespace) -> int:
 
 
 def _check(options: Namespace) -> None:
-    for name, option in _REFUSED.items():
+    for name in _REFUSED:
         if getattr(options, name) not in (None, False):
             raise UsageError(
-                f"{option} was given: `hvdkit tune` takes the options of `hvdkit run`, but not "
+                f"{flag(name)} was given: `hvdkit tune` takes the options of `hvdkit run`, but not "
                 f"this one"
             )
     arguments.check(options)
@@ -113,17 +110,11 @@ def _check(options: Namespace) -> None:
 
 def _for_run(options: Namespace) -> list[str]:
     """Return the arguments of `hvdkit run` in the command line, without the command."""
-    words = list(options.words)
-    own = {flag(name) for name in _OWN}
-    kept, skip = [], False
-    for word in words[: len(words) - len(options.command)]:
-        if skip:
-            skip = False
-        elif word in own:
-            skip = True
-        elif word.partition("=")[0] not in own:
-            kept.append(word)
-    return kept[:-1] if kept[-1:] == ["--"] else kept
+    words = list(options.words)[: len(options.words) - len(options.command)]
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own(own)
+    _, others = own.parse_known_args(words[:-1] if words[-1:] == ["--"] else words)
+    return others
 
 
 def _say(text: str) -> None:

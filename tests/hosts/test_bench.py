@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hvdkit.bench import link
+from hvdkit.bench import link, namespaces
 from tests.hosts.launches import BOTH, HVDKIT
 from tests.ranks.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 from tests.unit.bench.commands import ENVIRONMENT, bench
@@ -50,7 +50,7 @@ def test_steps_on_hosts_over_ssh(launches):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_two_hosts_with_a_limited_link(make_hosts, tmp_path, ranks):
-    if reason := link.missing():
+    if reason := namespaces.missing():
         pytest.skip(reason)
     path = tmp_path / "run.json"
     names = "hvdkit-gloo,flat-gloo,torch-gloo"
@@ -68,7 +68,7 @@ def test_two_hosts_with_a_limited_link(make_hosts, tmp_path, ranks):
 
 
 def test_the_limit_of_the_link_is_shown(make_hosts, tmp_path):
-    if reason := link.missing():
+    if reason := namespaces.missing():
         pytest.skip(reason)
     names = "hvdkit-gloo-fp32,hvdkit-gloo-int8,alone"
     path = tmp_path / "run.csv"

@@ -1,11 +1,9 @@
 """`hvdkit bench allreduce`: parse the arguments, measure all cases in turns, show the results."""
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,14 @@ from hvdkit.bench import arguments, comparison, link, places, plot, software
 from hvdkit.bench.allreduce import table, variants
 from hvdkit.bench.allreduce.cases import DTYPES, OPS, WIRES, Case, bus_factor, cases, parse_names
 from hvdkit.bench.allreduce.variants import Variant
+from hvdkit.bench.benchmark import Benchmark
 from hvdkit.bench.figures import wide_console
-from hvdkit.bench.jobs import Job, JobPlan
-from hvdkit.bench.results import Results, conditions, kept_on_failure
+from hvdkit.bench.jobs import Job
+from hvdkit.bench.results import Results
 from hvdkit.bench.sizes import parse_sizes, show_size
 from hvdkit.bench.turns import in_turns
 from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.system.owned_folders import TemporaryFolder
 
 HELP = "measure time and bandwidth of allreduces, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
@@ -115,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Benchmark:
+class _Benchmark(Benchmark[Variant]):
     """A run of the benchmark."""
 
     def __init__(
@@ -126,92 +124,49 @@ class _Benchmark:
         place: places.Place,
         planned: Sequence[Case],
     ) -> None:
-        self._options = options
-        self._place = place
-        self._software = found
-        self._variants, left_out = software.choose(
-            variants.known(engines),
-            options.variants,
-            lambda variant: variants.by_default(variant) and not self._lacks_stock(variant),
-            lambda variant: self._software.lacks(variant.needs, place.controllers),
-        )
-        for text in left_out:
-            print(f"# {text}", flush=True)
+        rate = None if place.link_rate is None else link.show_rate(place.link_rate)
+        known = variants.known(engines)
+        super().__init__("allreduce", options, found, place, known, variants.by_default, link=rate)
         self._cases = [case for case in planned if self._variants_of(case)]
         if not self._cases:
             raise UsageError("none of the variants can reduce these dtypes and wire formats")
         self._check_memory(psutil.virtual_memory().available, "this machine")
-        self._results = Results(
-            "allreduce",
-            conditions(
-                place=place.describe(),
-                ranks=place.size,
-                ranks_per_host=place.ranks_per_host,
-                link=None if place.link_rate is None else link.show_rate(place.link_rate),
-                engines={n: e.version for n, e in sorted(self._software.engines.items())},
-            ),
-            expected=sum(len(self._variants_of(case)) for case in self._cases),
-        )
+        self.results.expected = sum(len(self._variants_of(case)) for case in self._cases)
 
-    def _lacks_stock(self, variant: Variant) -> bool:
-        """Return whether a variant needs `--stock`, which is not given."""
-        return variant.library == software.STOCK and self._options.stock is None
-
-    def run(self) -> Results:
+    def measure(self) -> None:
         """Measure all cases. Print a line for each result."""
-        keeping = kept_on_failure(self._results, self._options, self._save)
-        with keeping, contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(TemporaryFolder("hvdkit-bench-")))
-            running: dict[Variant, Job] = {}
-            for variant in self._variants:
-                print(f"starting {variant.name}", file=sys.stderr, flush=True)
-                job = Job(self._plan(variant), self._place, folder)
-                stack.callback(job.close)
-                job.start()
-                self._check_facts(job)
-                if not self._options.keep_running:
-                    job.pause()
-                running[variant] = job
-            place, turns = self._place.describe(), self._options.turns
+        module = "hvdkit.bench.allreduce.rank"
+        plans = [self.plan(v, module, {"variant": dataclasses.astuple(v)}) for v in self.variants]
+        with self.started(plans) as jobs:
+            self.check(jobs)
+            place, turns = self.place.describe(), self.options.turns
             print(
                 f"# hvdkit bench allreduce: {place}, {turns} turn{'s' * (turns > 1)}\n#", flush=True
             )
             print(table.header(), flush=True)
             for case in self._cases:
-                self._measure(case, {v: running[v] for v in self._variants_of(case)})
-            for job in running.values():
+                names = [variant.name for variant in self._variants_of(case)]
+                self._measure(case, [job for job in jobs if job.name in names])
+            for job in jobs:
                 job.finish()
-        self._results.complete = True
-        self._save()
-        return self._results
-
-    def _plan(self, variant: Variant) -> JobPlan:
-        return JobPlan(
-            name=variant.name,
-            module="hvdkit.bench.allreduce.rank",
-            controller=variant.controller,
-            size=self._place.size,
-            spec={"variant": dataclasses.astuple(variant)},
-            engine=self._software.engine(variant.needs),
-            env={"HVDKIT_COLLECTIVES": "flat"} if variant.library == variants.FLAT else {},
-        )
 
     def _variants_of(self, case: Case) -> list[Variant]:
         found = []
-        for variant in self._variants:
-            engine = self._software.engine(variant.needs)
+        for variant in self.variants:
+            engine = self.software.engine(variant.needs)
             if variant.supports(case, has_bfloat16=engine is not None and engine.ours):
                 found.append(variant)
         return found
 
-    def _check_facts(self, job: Job) -> None:
-        """Check the memory of all hosts of a job that has started."""
-        least = min(job.facts, key=lambda fact: fact["available"])
-        self._check_memory(least["available"], least["host"])
+    def check(self, started: Sequence[Job]) -> None:
+        """Check the memory of all hosts of the last job that has started."""
+        if started:
+            least = min(started[-1].facts, key=lambda fact: fact["available"])
+            self._check_memory(least["available"], least["host"])
 
     def _check_memory(self, available: int, where: str) -> None:
         largest = max(self._cases, key=lambda case: case.nbytes)
-        ranks = len(self._variants_of(largest)) * self._place.most_ranks_per_machine
+        ranks = len(self._variants_of(largest)) * self.place.most_ranks_per_machine
         needed = ranks * _BUFFERS * largest.nbytes
         if needed > available:
             raise UsageError(
@@ -220,57 +175,44 @@ class _Benchmark:
                 f"{available / 1e9:.1f} GB are available. Give smaller --sizes or fewer --variants"
             )
 
-    def _measure(self, case: Case, running: dict[Variant, Job]) -> None:
+    def _measure(self, case: Case, jobs: Sequence[Job]) -> None:
         """Measure one case with all its variants."""
-        options = self._options
-        by_name = {job.name: job for job in running.values()}
         calls: dict[str, int] = {}
-        wrong = dict.fromkeys(by_name, 0)
-        times: dict[str, list[list[float]]] = {name: [] for name in by_name}
-        for name, job in by_name.items():
-            with self._running(job):
+        wrong: dict[str, int] = {}
+        times: dict[str, list[list[float]]] = {job.name: [] for job in jobs}
+        for job in jobs:
+            with job.turn():
                 job.ask("allocate", case=dataclasses.asdict(case))
                 warm = _slowest(job.ask("call", count=_WARM_CALLS))
-                calls[name] = options.calls or _count(warm[-1])
-                wrong[name] += _wrong(job)
+                calls[job.name] = self.options.calls or _count(warm[-1])
+                wrong[job.name] = _wrong(job)
 
         def work(job: Job) -> list[float]:
             return _slowest(job.ask("call", count=calls[job.name]))
 
-        turns = in_turns(list(by_name.values()), options.turns, work, options.keep_running)
-        for _, job, seconds in turns:
+        for _, job, seconds in in_turns(jobs, self.options.turns, work):
             times[job.name].append(seconds)
-        for name, job in by_name.items():
-            with self._running(job):
-                wrong[name] += _wrong(job)
+        for job in jobs:
+            with job.turn():
+                wrong[job.name] += _wrong(job)
                 job.ask("free")
             row = {
-                "variant": name,
+                "variant": job.name,
                 "dtype": case.dtype,
                 "op": case.op,
                 "wire": case.wire,
                 "bytes": case.nbytes,
-                "turns": times[name],
-                "wrong": wrong[name],
+                "turns": times[job.name],
+                "wrong": wrong[job.name],
             }
-            self._results.rows.append(row)
-            self._results.done += 1
-            print(table.line(row, self._place.size), flush=True)
-        self._save()
+            self.results.rows.append(row)
+            self.results.done += 1
+            print(table.line(row, self.place.size), flush=True)
+        self.save()
 
-    @contextlib.contextmanager
-    def _running(self, job: Job) -> Iterator[None]:
-        if not self._options.keep_running:
-            job.resume()
-        yield
-        if not self._options.keep_running:
-            job.pause()
-
-    def _save(self) -> None:
-        self._results.save(
-            self._options,
-            lambda: [table.columns(row, self._place.size) for row in self._results.rows],
-        )
+    def columns(self) -> list[dict[str, Any]]:
+        """Return the rows of the table."""
+        return [table.columns(row, self.place.size) for row in self.results.rows]
 
 
 def _engines(options: argparse.Namespace) -> dict[str, Path | None]:
@@ -314,4 +256,4 @@ def _plot(results: Results, path: Path) -> None:
         median = statistics.median(table.turn_medians(row))
         rate = row["bytes"] / median * bus_factor(ranks)
         series.setdefault(name, []).append((row["bytes"], median, rate))
-    plot.lines(path, f"allreduce: {results.conditions['place']}", series)
+    plot.allreduces(path, f"allreduce: {results.conditions['place']}", series)

@@ -12,12 +12,8 @@ from hvdkit.bench.allreduce.variants import MPI4PY, RING, TORCH, Variant
 from hvdkit.bench.worker import Workload, init_checked
 
 
-class Library(Protocol):
-    """An implementation of allreduce, and a buffer for it."""
-
-    def allocate(self, case: Case) -> None:
-        """Make a buffer for `case`."""
-        ...
+class Buffers(Protocol):
+    """The memory of a case, and its reduction."""
 
     def write(self, start: int, numbers: np.ndarray) -> None:
         """Write float64 numbers to the source of `fill`, from position `start` on."""
@@ -25,10 +21,6 @@ class Library(Protocol):
 
     def fill(self) -> None:
         """Copy the source into the buffer."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
         ...
 
     def allreduce(self) -> None:
@@ -39,8 +31,16 @@ class Library(Protocol):
         """Return elements of the buffer as float64."""
         ...
 
-    def free(self) -> None:
-        """Free the buffer."""
+
+class Library(Protocol):
+    """An implementation of allreduce."""
+
+    def buffers(self, case: Case) -> Buffers:
+        """Return the memory for a case."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
         ...
 
     def close(self) -> None:
@@ -53,9 +53,9 @@ def build(spec: Mapping[str, Any]) -> Workload:
     variant = Variant(*spec["variant"])
     library: Library
     if variant.library in (MPI4PY, RING):
-        from hvdkit.bench.allreduce.mpi_libraries import Mpi4pyAllreduce, SendrecvRing
+        from hvdkit.bench.allreduce.mpi_libraries import Mpi4py
 
-        library = Mpi4pyAllreduce() if variant.library == MPI4PY else SendrecvRing()
+        library = Mpi4py(ring=variant.library == RING)
     else:
         from hvdkit.bench.allreduce import torch_libraries
 
@@ -80,7 +80,7 @@ class AllreduceRank:
     def __init__(self, library: Library, rank: int, size: int) -> None:
         self._library = library
         self._rank, self._size = rank, size
-        self._case: Case | None = None
+        self._current: tuple[Case, Buffers] | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return nothing: the runner needs no facts."""
@@ -89,31 +89,32 @@ class AllreduceRank:
     def answer(self, command: str, message: Mapping[str, Any]) -> dict[str, Any]:
         """Execute `allocate`, `call`, `check` or `free`."""
         if command == "allocate":
-            self._allocate(Case(**message["case"]))
+            case = Case(**message["case"])
+            self._current = case, self._filled(case)
             return {}
+        if command == "free":
+            self._current = None
+            return {}
+        assert self._current is not None
+        case, buffers = self._current
         if command == "call":
-            return {"seconds": [self._call() for _ in range(message["count"])]}
-        assert self._case is not None
-        if command == "check":
-            wrong, _ = values.wrong_elements(self._case, self._size, self._library.read)
-            return {"wrong": wrong}
-        assert command == "free"
-        self._library.free()
-        self._case = None
-        return {}
+            return {"seconds": [self._call(buffers) for _ in range(message["count"])]}
+        assert command == "check"
+        wrong, _ = values.wrong_elements(case, self._size, buffers.read)
+        return {"wrong": wrong}
 
-    def _allocate(self, case: Case) -> None:
-        self._case = case
-        self._library.allocate(case)
+    def _filled(self, case: Case) -> Buffers:
+        buffers = self._library.buffers(case)
         for start, numbers in values.periods(self._rank, case.elements):
-            self._library.write(start, numbers)
+            buffers.write(start, numbers)
+        return buffers
 
-    def _call(self) -> float:
+    def _call(self, buffers: Buffers) -> float:
         # A new sum in each call: sums of sums would overflow.
-        self._library.fill()
+        buffers.fill()
         self._library.barrier()
         began = time.perf_counter()
-        self._library.allreduce()
+        buffers.allreduce()
         return time.perf_counter() - began
 
     def close(self) -> None:

@@ -4,11 +4,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from hvdkit.bench.allreduce.cases import DTYPES, WIRES, bus_factor
-from hvdkit.bench.figures import percentile, ratios
+from hvdkit.bench.figures import new_table, percentile, ratios
 from hvdkit.bench.results import Results
 from hvdkit.bench.sizes import show_size
 from hvdkit.console.tables import Console
@@ -89,12 +88,8 @@ def show_summary(results: Results, console: Console) -> None:
 def _ratios(
     by_variant: Mapping[str, Sequence[Mapping[str, Any]]], first: str, others: Sequence[str]
 ) -> Table:
-    table = Table(
-        title=f"Time of {first} / time of another variant in the same turn", box=SIMPLE_HEAD
-    )
-    table.add_column("type redop wire size", no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right")
+    title = f"Time of {first} / time of another variant in the same turn"
+    table = new_table(title, ["type redop wire size", *others])
     for row in by_variant[first]:
         cells = []
         for name in others:

@@ -1,89 +1,81 @@
 """The libraries of an allreduce benchmark that reduce PyTorch's tensors."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdkit.bench import torch_gloo
 from hvdkit.bench.allreduce.cases import Case
 
+#: Reduces a buffer, and returns the result, which may be another tensor.
+Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-class _Tensors:
-    """A buffer and its source, both of shape [elements]."""
 
-    def __init__(self) -> None:
-        self._source = self._buffer = torch.empty(0)
+class Tensors:
+    """`Buffers` that are tensors of shape [elements].
 
-    def allocate(self, case: Case) -> None:
-        """See `Library`."""
-        dtype = getattr(torch, case.dtype)
-        self._source = torch.empty(case.elements, dtype=dtype)
-        self._buffer = self._empty(case.elements, dtype)
+    Args:
+        case: the case.
+        reduce: reduces the buffer.
+        buffer: the first buffer; default: a new tensor.
+    """
 
-    def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(elements, dtype=dtype)
+    def __init__(self, case: Case, reduce: Reduce, buffer: torch.Tensor | None = None) -> None:
+        self._source = torch.empty(case.elements, dtype=getattr(torch, case.dtype))
+        self._buffer = torch.empty_like(self._source) if buffer is None else buffer
+        self._reduce = reduce
 
     def write(self, start: int, numbers: np.ndarray) -> None:
-        """See `Library`."""
+        """See `Buffers`."""
         self._source[start : start + len(numbers)] = torch.from_numpy(numbers)
 
     def fill(self) -> None:
-        """See `Library`."""
+        """See `Buffers`."""
         self._buffer.copy_(self._source)
 
+    def allreduce(self) -> None:
+        """See `Buffers`."""
+        self._buffer = self._reduce(self._buffer)
+
     def read(self, start: int, end: int) -> np.ndarray:
-        """See `Library`."""
+        """See `Buffers`."""
         found: np.ndarray = self._buffer[start:end].double().numpy()
         return found
 
-    def free(self) -> None:
-        """See `Library`."""
-        self._source = self._buffer = torch.empty(0)
 
-
-class TorchDistributed(_Tensors):
+class TorchDistributed:
     """`torch.distributed.all_reduce` over Gloo, in place. An average is a sum and a division."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         import torch.distributed as dist
 
-        super().__init__()
         torch.set_num_threads(1)
-        if "GLOO_SOCKET_IFNAME" not in os.environ and "HOROVOD_GLOO_IFACE" in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"]
-        # A file works in any network namespace; on several hosts, hvdkit run sets MASTER_ADDR.
-        where = "env://" if spec["store"] is None else f"file://{spec['store']}"
-        dist.init_process_group(
-            "gloo", init_method=where, rank=spec["rank"], world_size=spec["size"]
-        )
+        torch_gloo.connect(spec)
         self._dist, self._size = dist, spec["size"]
-        self._op: Any = None
-        self._average = False
 
-    def allocate(self, case: Case) -> None:
+    def buffers(self, case: Case) -> Tensors:
         """See `Library`."""
-        super().allocate(case)
-        self._average = case.op == "average"
-        self._op = getattr(self._dist.ReduceOp, "SUM" if self._average else case.op.upper())
+        average = case.op == "average"
+        op = getattr(self._dist.ReduceOp, "SUM" if average else case.op.upper())
+
+        def reduce(buffer: torch.Tensor) -> torch.Tensor:
+            self._dist.all_reduce(buffer, op)
+            return buffer.div_(self._size) if average else buffer
+
+        return Tensors(case, reduce)
 
     def barrier(self) -> None:
         """See `Library`."""
         self._dist.barrier()
-
-    def allreduce(self) -> None:
-        """See `Library`."""
-        self._dist.all_reduce(self._buffer, self._op)
-        if self._average:
-            self._buffer /= self._size
 
     def close(self) -> None:
         """See `Library`."""
         self._dist.destroy_process_group()
 
 
-class Horovod(_Tensors):
+class Horovod:
     """`horovod.torch.allreduce_`, or `allreduce` with `Compression.fp16`."""
 
     #: The beginning of tensor names. hvdkit's engine does not fuse tensors named `hvdkit.*`.
@@ -92,53 +84,26 @@ class Horovod(_Tensors):
     def __init__(self) -> None:
         import horovod.torch as hvd
 
-        super().__init__()
         torch.set_num_threads(1)
         self._hvd: Any = hvd
-        self._run: Callable[[], None] = lambda: None
 
-    def allocate(self, case: Case) -> None:
+    def buffers(self, case: Case) -> Tensors:
         """See `Library`."""
-        super().allocate(case)
-        self._run = self._plain(case) if case.wire == "none" else self._encoded(case)
+        settings: dict[str, Any] = {
+            "op": getattr(self._hvd, case.op.capitalize()),
+            "name": f"{self.prefix}.{case.dtype}.{case.op}.{case.wire}.{case.elements}",
+        }
+        if case.wire == "none":
+            return self._plain(case, lambda buffer: self._hvd.allreduce_(buffer, **settings))
+        settings["compression"] = getattr(self._hvd.Compression, case.wire)
+        return Tensors(case, lambda buffer: self._hvd.allreduce(buffer, **settings))
 
-    def _name(self, case: Case) -> str:
-        return f"{self.prefix}.{case.dtype}.{case.op}.{case.wire}.{case.elements}"
-
-    def _plain(self, case: Case) -> Callable[[], None]:
-        """Return a function that reduces the buffer in place."""
-        op = getattr(self._hvd, case.op.capitalize())
-        name = self._name(case)
-
-        def run() -> None:
-            self._hvd.allreduce_(self._buffer, op=op, name=name)
-
-        return run
-
-    def _encoded(self, case: Case) -> Callable[[], None]:
-        """Return a function that reduces the buffer in a wire format."""
-        op = getattr(self._hvd, case.op.capitalize())
-        name, compression = self._name(case), getattr(self._hvd.Compression, case.wire)
-
-        def run() -> None:
-            self._buffer = self._hvd.allreduce(
-                self._buffer, op=op, name=name, compression=compression
-            )
-
-        return run
-
-    def free(self) -> None:
-        """See `Library`."""
-        super().free()
-        self._run = lambda: None
+    def _plain(self, case: Case, reduce: Reduce) -> Tensors:
+        return Tensors(case, reduce)
 
     def barrier(self) -> None:
         """See `Library`."""
         self._hvd.barrier()
-
-    def allreduce(self) -> None:
-        """See `Library`."""
-        self._run()
 
     def close(self) -> None:
         """See `Library`."""
@@ -150,13 +115,16 @@ class Hvdkit(Horovod):
 
     prefix = "hvdkit.bench"
 
-    def _empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    def _plain(self, case: Case, reduce: Reduce) -> Tensors:
         from hvdkit.torch import shared_memory
 
-        return shared_memory.empty(elements, dtype)
+        buffer = shared_memory.empty(case.elements, getattr(torch, case.dtype))
+        return Tensors(case, reduce, buffer)
 
-    def _encoded(self, case: Case) -> Callable[[], None]:
-        """Return a function that reduces the buffer like the gradient of one parameter."""
+    def buffers(self, case: Case) -> Tensors:
+        """See `Library`. A wire format reduces the buffer like the gradient of one parameter."""
+        if case.wire == "none":
+            return super().buffers(case)
         from hvdkit.reduction.int8 import Int8
         from hvdkit.reduction.plan import Reduction
         from hvdkit.reduction.synchronizer import Synchronizer
@@ -168,9 +136,9 @@ class Hvdkit(Horovod):
         # hvdkit sends some parameters, such as vectors, as bf16. Here, send every buffer as int8.
         chosen = Int8(as_bf16=lambda *_: False) if case.wire == "int8" else case.wire
         # The gradient is the buffer, so `fill` and `read` use it.
-        self._buffer = torch.empty(case.elements, dtype=self._source.dtype)
-        parameter = torch.nn.Parameter(torch.empty_like(self._buffer))
-        parameter.grad = self._buffer
+        gradient = torch.empty(case.elements, dtype=getattr(torch, case.dtype))
+        parameter = torch.nn.Parameter(torch.empty_like(gradient))
+        parameter.grad = gradient
         collectives = TorchCollectives(self._hvd.global_process_set)
         synchronizer: Synchronizer[Any, Any] = Synchronizer(
             [spec("buffer", parameter)],
@@ -179,11 +147,11 @@ class Hvdkit(Horovod):
             Reduction(wire_format(chosen), average=case.op == "average"),
         )
 
-        def run() -> None:
+        def reduce(_: torch.Tensor) -> torch.Tensor:
             synchronizer.mark_ready(0)
             synchronizer.synchronize()
             assert parameter.grad is not None
             # With int8, the gradient moves into the bucket at the first reduction.
-            self._buffer = parameter.grad
+            return parameter.grad
 
-        return run
+        return Tensors(case, reduce, gradient)

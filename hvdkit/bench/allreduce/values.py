@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 
-from hvdkit.bench.allreduce.cases import DTYPES, Case
+from hvdkit.bench.allreduce.cases import Case
 
 PERIOD = 1009
 #: The largest magnitude of a value.
@@ -81,9 +81,3 @@ def wrong_elements(
         wrong += int(np.count_nonzero(errors > allowed))
         largest = max(largest, float(errors.max()))
     return wrong, largest
-
-
-def numpy_dtype(case: Case) -> np.dtype:
-    """Return the dtype of the case, which is not bfloat16: NumPy has none."""
-    assert case.dtype in DTYPES
-    return np.dtype(case.dtype)

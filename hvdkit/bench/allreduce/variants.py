@@ -4,10 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvdkit.bench.allreduce.cases import Case
-from hvdkit.bench.software import INSTALLED, STOCK, Needs
+from hvdkit.bench.software import FLAT, INSTALLED, STOCK, Needs
 
-#: hvdkit with HVDKIT_COLLECTIVES=flat: no shared memory, one ring over all ranks.
-FLAT = "flat"
 #: The functions of `horovod.torch`, on the installed engine.
 ENGINE = "engine"
 TORCH = "torch"

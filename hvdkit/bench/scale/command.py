@@ -3,17 +3,17 @@
 import argparse
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hvdkit
-from hvdkit.bench import arguments, results
+from hvdkit.bench import arguments, plot, results
 from hvdkit.bench.allreduce.cases import parse_names
-from hvdkit.bench.scale import plot, profile, table
+from hvdkit.bench.scale import profile, table
 from hvdkit.bench.scale.layers import MODELS
 from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, predict
+from hvdkit.bench.sizes import parse_ranks
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
 from hvdkit.console.flags import add_options, flag
 from hvdkit.errors import UsageError
@@ -124,34 +124,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--jitter is {options.jitter:g}: expected a share below 1, such as 0.02")
 
 
-def parse_ranks(text: str) -> list[int]:
-    """Return numbers of ranks, in increasing order.
-
-    Args:
-        text: numbers and ranges, as for `--ranks`.
-
-    Raises:
-        UsageError: a part is malformed.
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\.\.(\d+)(?:x(\d+))?)?\s*", part)
-        first, last, factor = (int(n or 0) for n in match.groups()) if match else (0, 0, 0)
-        ranged = match is not None and match[2] is not None
-        factor = 2 if ranged and match is not None and match[3] is None else factor
-        if first < 1 or (ranged and (last < first or factor < 2)):
-            raise UsageError(
-                f"--ranks has {part.strip()!r}; expected numbers such as 8,24 or a range such as "
-                f"8..1024 or 8..512x4"
-            )
-        while first <= last:
-            found.add(first)
-            first *= factor
-        if not ranged:
-            found.add(first)
-    return sorted(found)
-
-
 def _compare(options: argparse.Namespace, found: profile.Profile) -> None:
     """Predict the steps that the file of `--step` has measured, and print both times."""
     if not found.reduced or options.ranks_per_host not in (None, found.measured_ranks_per_host):
@@ -185,4 +157,4 @@ def _write(
         for row in rows:
             point = (row["ranks"], row["efficiency"], row["step_ms"] / 1e3)
             series.setdefault(f"{row['wire']}, {row['levels']}", []).append(point)
-        plot.draw(options.plot, f"{model}: predicted", series)
+        plot.predictions(options.plot, f"{model}: predicted", series)

@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from hvdkit.bench.figures import wide_console
+from hvdkit.bench.figures import new_table, wide_console
 from hvdkit.bench.scale.prediction import Prediction
 
 
@@ -29,7 +26,8 @@ def columns(prediction: Prediction, ranks_per_host: int, wire: str, levels: str)
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print predictions."""
     headings = ["ranks", "hosts", "wire", "levels", "step ms", "efficiency", "speedup"]
-    table = _table(title, [*headings, "communication ms", "exposed ms", "collectives"])
+    headings += ["communication ms", "exposed ms", "collectives"]
+    table = new_table(title, headings, names=0)
     for row in rows:
         table.add_row(
             str(row["ranks"]),
@@ -57,15 +55,8 @@ def show_comparison(
         rows: for each prediction, its first columns, the prediction, and the measured value.
         form: the format of both values.
     """
-    table = _table(title, [*names, "predicted", "measured", "error"])
+    table = new_table(title, [*names, "predicted", "measured", "error"], names=0)
     for first, predicted, measured in rows:
         error = f"{predicted / measured - 1:+.0%}"
         table.add_row(*first, format(predicted, form), format(measured, form), error)
     wide_console().print(table)
-
-
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table

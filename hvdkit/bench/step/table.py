@@ -4,11 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from hvdkit.bench.allreduce.cases import bus_factor
-from hvdkit.bench.figures import quartiles, ratios, wide_console
+from hvdkit.bench.figures import new_table, quartiles, ratios, wide_console
 from hvdkit.bench.step.variants import ALONE, SHARE_OF_FLOAT32, SINGLE, Variant, pairs
 
 
@@ -87,14 +84,11 @@ def show(rows: Sequence[Mapping[str, Any]], rate: float | None, what: str) -> No
         rate: of the link, in bytes per second; None if unknown.
         what: the title: the model, its setup, and the part of the step that was measured.
     """
-    table = Table(title=what, box=SIMPLE_HEAD)
-    table.add_column("variant", no_wrap=True)
-    headings = ["median ms", "quartiles", "exposed ms", "samples/s", "efficiency", "CPU ms"]
-    headings += ["idle CPU", "peak MB"]
+    headings = ["variant", "median ms", "quartiles", "exposed ms", "samples/s", "efficiency"]
+    headings += ["CPU ms", "idle CPU", "peak MB"]
     if rate is not None:
         headings += ["limit ms", "/ limit"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table(what, headings)
     for values in columns(rows, rate):
         cells = [
             f"{values['median_ms']:.1f}",
@@ -123,10 +117,8 @@ def _show_pairs(rows: Sequence[Mapping[str, Any]]) -> None:
         Variant(row["framework"], row["optimizer"], row["controller"], row["wire"]): row
         for row in rows
     }
-    table = Table(title="Ratio of the steps of two variants in the same turn", box=SIMPLE_HEAD)
-    table.add_column("pair")
-    table.add_column("median ratio", justify="right")
-    table.add_column("quartiles", justify="right")
+    title = "Ratio of the steps of two variants in the same turn"
+    table = new_table(title, ("pair", "median ratio", "quartiles"))
     for first, second in pairs(list(by_variant)):
         low, middle, high = ratios(turns(by_variant[first]), turns(by_variant[second]))
         name = f"{first.name} / {second.name}"

@@ -123,14 +123,10 @@ class Tape(_Steps):
         if self._whole_step:
             return super()._first()
         self._step()
-        arrays = (_dense(gradient).numpy() for gradient in self._last)
+        import tensorflow as tf
+
+        arrays = (tf.convert_to_tensor(gradient).numpy() for gradient in self._last)
         return math.hypot(*(float((array**2).sum()) ** 0.5 for array in arrays))
-
-
-def _dense(gradient: Any) -> Any:
-    import tensorflow as tf
-
-    return tf.convert_to_tensor(gradient)
 
 
 class Strategy(Tape):

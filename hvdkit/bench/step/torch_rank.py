@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hvdkit.bench import torch_gloo
 from hvdkit.bench.step.torch_models import MODELS
 from hvdkit.bench.step.variants import ALONE, DDP, HVDKIT, KERAS_OPTIMIZER, SINGLE, Variant
 from hvdkit.bench.worker import Workload, init_checked
@@ -52,14 +53,7 @@ class Framework:
         self.rank: int = spec["rank"]
         self._hvd: Any = None
         if self.variant.optimizer == DDP:
-            import torch.distributed as dist
-
-            if "GLOO_SOCKET_IFNAME" not in os.environ and "HOROVOD_GLOO_IFACE" in os.environ:
-                os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"]
-            # A file works in any network namespace; on several hosts, hvdkit run sets MASTER_ADDR.
-            where = "env://" if spec["store"] is None else f"file://{spec['store']}"
-            size = spec["size"]
-            dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=size)
+            torch_gloo.connect(spec)
         elif self.variant.reduces:
             ours = self.variant.optimizer in (*HVDKIT, KERAS_OPTIMIZER)
             adapter = "torch"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdkit.bench.software import INSTALLED, STOCK, Needs
+from hvdkit.bench.software import FLAT, INSTALLED, STOCK, Needs
 
 TORCH, TENSORFLOW, KERAS = "torch", "tensorflow", "keras"
 FRAMEWORKS = (TORCH, TENSORFLOW, KERAS)
@@ -15,8 +15,6 @@ ALONE = "alone"
 SINGLE = "single"
 #: The optimizer of another checkout of hvdkit.
 BEFORE = "before"
-#: hvdkit with HVDKIT_COLLECTIVES=flat, without shared memory.
-FLAT = "flat"
 #: The optimizers that are `hvdkit.*.DistributedOptimizer`, with any settings.
 HVDKIT = ("hvdkit", FLAT, BEFORE)
 #: Horovod's optimizer on the installed engine.
@@ -34,31 +32,25 @@ _WITHOUT_REDUCTION = (ALONE, SINGLE)
 #: Bytes of each wire format, relative to float32. int8 has a scale of 4 bytes for each 256 numbers.
 SHARE_OF_FLOAT32 = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 260 / 1024}
 
-# Framework -> (optimizer, controller) -> wire formats.
-_WIRES: Mapping[str, Mapping[tuple[str, str], Sequence[str]]] = {
+_Wires = Mapping[tuple[str, str], Sequence[str]]
+# (Optimizer, controller) -> wire formats, of the frameworks whose loops are the user's.
+_IN_LOOPS: _Wires = {
+    ("hvdkit", "gloo"): ("fp32", "fp16", "bf16", "int8"),
+    ("hvdkit", "mpi"): ("fp32", "fp16", "bf16", "int8"),
+    (FLAT, "gloo"): ("fp32", "fp16"),
+    (BEFORE, "gloo"): ("fp32", "fp16", "bf16"),
+    (STOCK, "gloo"): ("fp32", "fp16"),
+    (STOCK, "mpi"): ("fp32", "fp16"),
+    (ENGINE, "gloo"): ("fp32", "fp16"),
+    (ENGINE, "mpi"): ("fp32", "fp16"),
+}
+_WIRES: Mapping[str, _Wires] = {
     TORCH: {
-        ("hvdkit", "gloo"): ("fp32", "fp16", "bf16", "int8"),
-        ("hvdkit", "mpi"): ("fp32", "fp16", "bf16", "int8"),
-        (FLAT, "gloo"): ("fp32", "fp16"),
-        (BEFORE, "gloo"): ("fp32", "fp16", "bf16"),
-        (STOCK, "gloo"): ("fp32", "fp16"),
-        (STOCK, "mpi"): ("fp32", "fp16"),
-        (ENGINE, "gloo"): ("fp32", "fp16"),
-        (ENGINE, "mpi"): ("fp32", "fp16"),
+        **_IN_LOOPS,
         (DDP, "gloo"): ("fp32", "fp16", "powersgd"),
         (KERAS_OPTIMIZER, "gloo"): ("fp32", "fp16"),
     },
-    TENSORFLOW: {
-        ("hvdkit", "gloo"): ("fp32", "fp16", "bf16", "int8"),
-        ("hvdkit", "mpi"): ("fp32", "fp16", "bf16", "int8"),
-        (FLAT, "gloo"): ("fp32", "fp16"),
-        (BEFORE, "gloo"): ("fp32", "fp16", "bf16"),
-        (STOCK, "gloo"): ("fp32", "fp16"),
-        (STOCK, "mpi"): ("fp32", "fp16"),
-        (ENGINE, "gloo"): ("fp32", "fp16"),
-        (ENGINE, "mpi"): ("fp32", "fp16"),
-        (STRATEGY, "gloo"): ("fp32",),
-    },
+    TENSORFLOW: {**_IN_LOOPS, (STRATEGY, "gloo"): ("fp32",)},
     KERAS: {
         ("hvdkit", "gloo"): ("fp32", "fp16", "bf16", "int8"),
         ("hvdkit", "mpi"): ("fp32", "fp16"),

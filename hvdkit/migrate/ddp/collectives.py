@@ -11,19 +11,21 @@ from hvdkit.migrate.ddp.conversion import Conversion
 from hvdkit.migrate.ddp.example import SETUP
 from hvdkit.migrate.ddp.facts import DIST, WRAPPERS
 from hvdkit.migrate.ddp.starting import FUNCTIONS
-from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
 from hvdkit.migrate.script import Script, argument, fill
 
 _OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
+
+RULES: Rules[Conversion] = Rules(SETUP)
+rule = RULES.add
 
 
 @rule(
     "hvd.allreduce_ also works in place. Its default operation is the mean.",
     before="dist.all_reduce(total, op=dist.ReduceOp.SUM)",
     after="hvd.allreduce_(total, op=hvd.Sum)",
-    setup=SETUP,
 )
-def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
+def all_reduce(it: Conversion) -> Findings:
     for call in it.script.calls():
         name = it.script.name_of(call.func)
         if name not in (DIST + "all_reduce", DIST + "reduce"):
@@ -31,15 +33,16 @@ def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
         operation = _operation(it.script, argument(call, "op", 1 if "all_" in name else 2))
         code = f"hvd.allreduce_(tensor, op=hvd.{operation})"
         dropped = ("op",) if "all_" in name else ("dst", "op")
-        if operation is None or not _replace(self, it, call, code, ("tensor",), dropped):
-            it.script.advise(
-                self.name,
+        if operation is None or not _replace(it, call, code, ("tensor",), dropped):
+            yield Advice(
                 call,
                 f"replace {it.script.source(call.func)} by hvd.allreduce_(tensor, op=hvd.Sum) or "
                 "hvd.allreduce_async_; for a group, use process_set=",
             )
-        elif name.endswith(".reduce"):
-            it.script.note(self.name, call, "every rank gets the result now, not only one")
+            continue
+        yield Change(call)
+        if name.endswith(".reduce"):
+            yield Note(call, "every rank gets the result now, not only one")
 
 
 def _operation(script: Script, given: cst.Arg | None) -> str | None:
@@ -55,14 +58,13 @@ def _operation(script: Script, given: cst.Arg | None) -> str | None:
     "hvd.broadcast_ also works in place.",
     before="dist.broadcast(weights, src=0)",
     after="hvd.broadcast_(weights, root_rank=0)",
-    setup=SETUP,
 )
-def broadcast(self: Rule[Conversion], it: Conversion) -> None:
+def broadcast(it: Conversion) -> Findings:
     for call in it.script.calls():
         if it.script.name_of(call.func) == DIST + "broadcast":
             code = "hvd.broadcast_(tensor, root_rank=src)"
-            if not _replace(self, it, call, code, ("tensor", "src")):
-                _advise(self, it, call, code)
+            done = _replace(it, call, code, ("tensor", "src"))
+            yield Change(call) if done else _advice(it, call, code)
 
 
 #: Function -> (its arguments, its replacement).
@@ -87,11 +89,9 @@ _GATHERED = {
     "The functions of hvdkit return the objects, and do not fill a list.",
     before="dist.all_gather_object(results, result)",
     after="results[:] = hvd.allgather_object(result)",
-    setup=SETUP,
 )
-def gather(self: Rule[Conversion], it: Conversion) -> None:
-    for call in it.script.calls():
-        name = it.script.name_of(call.func) or ""
+def gather(it: Conversion) -> Findings:
+    for call, name in it.script.named_calls():
         short = name.removeprefix(DIST)
         if short not in _GATHERED or name != DIST + short:
             continue
@@ -100,14 +100,13 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
         understood = filled is not None and it.script.dotted(filled.value) is not None
         if short == "all_gather" and filled is not None:
             understood &= _is_new_list(it.script, filled.value)
-        if not understood or not _replace(self, it, call, code, names):
-            _advise(self, it, call, code)
+        done = understood and _replace(it, call, code, names)
+        yield Change(call) if done else _advice(it, call, code)
         layer = it.script.enclosing(call, cst.ClassDef)
-        if isinstance(layer, cst.ClassDef) and any(
+        if layer and any(
             it.script.name_of(base.value) == "torch.autograd.Function" for base in layer.bases
         ):
-            it.script.note(
-                self.name,
+            yield Note(
                 layer,
                 f"hvd.gather_for_loss(tensor) can replace {layer.name.value}: it returns the rows "
                 "of all ranks in one tensor, and its gradient is the sum over ranks",
@@ -135,7 +134,7 @@ _NN_ADVICE = {
     after="negatives = hvd.gather_for_loss(model(inputs))",
     setup=SETUP + "import torch.distributed.nn\n",
 )
-def gather_for_loss(self: Rule[Conversion], it: Conversion) -> None:
+def gather_for_loss(it: Conversion) -> Findings:
     for call in it.script.calls():
         found = _NN.fullmatch(it.script.name_of(call.func) or "")
         if found is None or len(call.args) != 1 or call.args[0].star:
@@ -143,11 +142,11 @@ def gather_for_loss(self: Rule[Conversion], it: Conversion) -> None:
         if found[1] == "all_gather":
             joined = _concatenation(it.script, call)
             code = "hvd.gather_for_loss(tensor)" if joined else ""
-            _put(
-                self, it, call, joined or call, code or "hvd.gather_for_loss(tensor[None]).unbind()"
+            yield from _put(
+                it, call, joined or call, code or "hvd.gather_for_loss(tensor[None]).unbind()"
             )
         elif found[1] == "all_reduce":
-            _put(self, it, call, call, "hvd.allreduce(tensor, op=hvd.Sum)")
+            yield from _put(it, call, call, "hvd.allreduce(tensor, op=hvd.Sum)")
 
 
 def _concatenation(script: Script, call: cst.Call) -> cst.Call | None:
@@ -163,14 +162,14 @@ def _concatenation(script: Script, call: cst.Call) -> cst.Call | None:
     return outer if is_cat and is_first and len(outer.args) == 1 + (dim is not None) else None
 
 
-def _put(self: Rule[Conversion], it: Conversion, call: cst.Call, old: cst.Call, code: str) -> None:
+def _put(it: Conversion, call: cst.Call, old: cst.Call, code: str) -> Findings:
     """Replace the expression `old`, which contains `call`; `code` has a name for the argument."""
     it.forget(call.func)
     if old is not call:
         it.forget(old.func)
     it.uses_hvd = True
     it.script.edit(old, _expression, code, it.hvd, old is not call)
-    it.script.change(self.name, call, self.reason)
+    yield Change(call)
 
 
 def _expression(old: cst.Call, code: str, hvd: str, is_outer: bool) -> cst.BaseExpression:
@@ -181,9 +180,9 @@ def _expression(old: cst.Call, code: str, hvd: str, is_outer: bool) -> cst.BaseE
     return filled.value
 
 
-def _advise(self: Rule[Conversion], it: Conversion, call: cst.Call, code: str) -> None:
+def _advice(it: Conversion, call: cst.Call, code: str) -> Advice:
     name = it.script.source(call.func)
-    it.script.advise(self.name, call, f"replace {name} by a line such as {code}")
+    return Advice(call, f"replace {name} by a line such as {code}")
 
 
 def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
@@ -195,12 +194,7 @@ def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _replace(
-    self: Rule[Conversion],
-    it: Conversion,
-    call: cst.Call,
-    code: str,
-    names: Sequence[str],
-    dropped: Sequence[str] = (),
+    it: Conversion, call: cst.Call, code: str, names: Sequence[str], dropped: Sequence[str] = ()
 ) -> bool:
     """Replace a collective that is a statement of its own; return whether it is understood.
 
@@ -228,7 +222,6 @@ def _replace(
             it.forget(each)
     it.uses_hvd = True
     it.script.edit(it.script.parent(call), _filled, code, it.hvd, names)
-    it.script.change(self.name, call, self.reason)
     return True
 
 
@@ -265,9 +258,8 @@ BY_HAND = {
 @rule(
     "The right replacement depends on the script.",
     before="dist.send(tensor, 1)",
-    setup=SETUP,
 )
-def by_hand(self: Rule[Conversion], it: Conversion) -> None:
+def by_hand(it: Conversion) -> Findings:
     handled = {
         "ReduceOp",
         "reduce_op",
@@ -282,23 +274,11 @@ def by_hand(self: Rule[Conversion], it: Conversion) -> None:
         short = name.removeprefix(DIST).split(".")[0]
         if not name.startswith(DIST) or node in it.replaced:
             continue
-        call = it.script.parent(node)
-        if short in handled and isinstance(call, cst.Call) and call.func is node:
+        if short in handled and it.script.call_of(node):
             continue
-        if short in ("ReduceOp", "reduce_op"):
-            continue
-        if name in WRAPPERS:
+        if short in ("ReduceOp", "reduce_op") or name in WRAPPERS:
             continue
         advice = BY_HAND.get(short, "replace it, or remove it")
         if found := _NN.fullmatch(name):
             short, advice = f"nn.{found[1]}", _NN_ADVICE.get(found[1], advice)
-        it.script.advise(self.name, node, f"torch.distributed.{short} is left: {advice}")
-
-
-RULES = (
-    all_reduce,
-    broadcast,
-    gather,
-    gather_for_loss,
-    by_hand,
-)
+        yield Advice(node, f"torch.distributed.{short} is left: {advice}")

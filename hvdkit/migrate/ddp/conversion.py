@@ -8,7 +8,7 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts, Optimizer
 from hvdkit.migrate.ddp.units import Unit
-from hvdkit.migrate.script import Script, imported_names, walk
+from hvdkit.migrate.script import Change, Script, imported_names, line_of, walk
 
 IMPORT = "import hvdkit.torch as {}"
 
@@ -48,7 +48,7 @@ class Conversion:
             return line
         return cst.If(self.call("is_initialized"), cst.IndentedBlock([line]))
 
-    def replace(self, node: cst.CSTNode, new: cst.BaseExpression) -> None:
+    def replace(self, node: cst.CSTNode, new: cst.BaseExpression) -> Change:
         """Replace an expression by another one."""
         self.forget(node)
         parentheses = {
@@ -56,7 +56,7 @@ class Conversion:
             for key in ("lpar", "rpar")
             if isinstance(node, cst.BaseExpression)
         }
-        self.script.edit(node, lambda _: new.with_changes(**parentheses))
+        return self.script.put(node, new.with_changes(**parentheses))
 
     def forget(self, node: cst.CSTNode) -> None:
         """Remember that the names in a node are not used any more."""
@@ -75,16 +75,17 @@ class Conversion:
     def finish(self) -> None:
         """Import hvdkit.torch, and remove imports that are not used any more."""
         lines = [
-            (node, unused)
+            (node, statement, unused)
             for node in self.script.module.body
-            if isinstance(node, cst.SimpleStatementLine) and (unused := self._unused(node))
+            if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1
+            for statement in node.body
+            if isinstance(statement, cst.Import | cst.ImportFrom)
+            if (unused := self._unused(statement))
         ]
         # The import of hvdkit.torch replaces an unused import, preferably one of PyTorch.
         lines.sort(key=lambda each: "torch" not in self.script.source(each[0]))
         place = None
-        for node, unused in lines:
-            (statement,) = node.body
-            assert isinstance(statement, cst.Import | cst.ImportFrom)
+        for node, statement, unused in lines:
             assert not isinstance(statement.names, cst.ImportStar)
             if len(unused) < len(statement.names):
                 kept = [each for each in statement.names if each not in unused]
@@ -92,41 +93,24 @@ class Conversion:
                 self.script.set(statement, names=kept)
             elif place is None and self.uses_hvd:
                 place = node
-                line = cst.parse_statement(IMPORT.format(self.hvd))
-                assert isinstance(line, cst.SimpleStatementLine)
-                self.script.set(node, body=line.body)
+                self.script.set(node, body=line_of(IMPORT.format(self.hvd)).body)
             elif not _comments(node):
                 self.script.remove(node)
         if place is None and self.uses_hvd:
             self.script.need_import(IMPORT.format(self.hvd))
 
-    def _unused(self, line: cst.SimpleStatementLine) -> list[cst.ImportAlias]:
-        """Return the names of a top-level import that the script no longer uses."""
-        if len(line.body) != 1:
-            return []
-        statement = line.body[0]
-        if not isinstance(statement, cst.Import | cst.ImportFrom):
-            return []
-        return [alias for _, alias in imported_names(statement) if self._is_unused(alias)]
-
-    def _is_unused(self, alias: cst.ImportAlias) -> bool:
-        """Return whether rules have replaced all uses of an imported name.
+    def _unused(self, statement: cst.Import | cst.ImportFrom) -> list[cst.ImportAlias]:
+        """Return the names of an import whose uses rules have replaced, all of them.
 
         A variable of the same name counts as a use, too.
         """
-        name = alias.evaluated_alias or alias.evaluated_name.split(".")[0]
-        uses = {each for each in self.script.all(cst.Name) if self._is_use(each, name)}
-        return bool(uses) and uses <= self.replaced
-
-    def _is_use(self, node: cst.CSTNode, name: str) -> bool:
-        where = self.script.parent(node)
-        return (
-            isinstance(node, cst.Name)
-            and node.value == name
-            and not (isinstance(where, cst.Attribute) and where.attr is node)
-            and not (isinstance(where, cst.Arg) and where.keyword is node)
-            and self.script.enclosing(node, cst.Import, cst.ImportFrom) is None
-        )
+        found = []
+        for _, alias in imported_names(statement):
+            name = alias.evaluated_alias or alias.evaluated_name.split(".")[0]
+            uses = set(self.script.variables(name))
+            if uses and uses <= self.replaced:
+                found.append(alias)
+        return found
 
 
 def _comments(node: cst.CSTNode) -> list[cst.Comment]:
@@ -147,8 +131,3 @@ def keep_comments(script: Script, node: cst.CSTNode) -> None:
         script.edit(
             line, lambda each: each.with_changes(leading_lines=[*each.leading_lines, *comments])
         )
-
-
-def line_of(expression: cst.BaseExpression) -> cst.SimpleStatementLine:
-    """Return a statement line of an expression."""
-    return cst.SimpleStatementLine([cst.Expr(expression)])

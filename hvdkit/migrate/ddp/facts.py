@@ -114,15 +114,15 @@ class Facts:
 def gather(script: Script) -> Facts:
     """Return what a script does with torch.distributed."""
     facts = Facts(script)
-    for node in _names(script):
-        name = script.name_of(node)
-        assert name is not None
+    for node, name in script.uses(cst.Attribute, cst.Name):
+        if isinstance(script.parent(node), cst.Attribute):
+            continue  # a part of a longer name
         unsupported = next((each for each in UNSUPPORTED if _within(name, each)), None)
         if unsupported:
             facts.blockers.append((node, UNSUPPORTED[unsupported]))
         elif (name.startswith(DIST) and not name.startswith(HARMLESS)) or name in WRAPPERS:
             facts.uses.append((node, name))
-    for node in script.all(cst.Import, cst.ImportFrom):
+    for node in script.all(cst.ImportFrom):
         _star_import(facts, node)
     for call in script.calls():
         _call(facts, call)
@@ -144,21 +144,8 @@ def _within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
-def _names(script: Script) -> list[cst.CSTNode]:
-    """Return the outermost nodes of all names that imports define."""
-    found: list[cst.CSTNode] = []
-    for node in script.all(cst.Attribute, cst.Name):
-        outer = script.parent(node)
-        if isinstance(outer, cst.Attribute):
-            continue
-        if script.enclosing(node, cst.Import, cst.ImportFrom) or script.name_of(node) is None:
-            continue
-        found.append(node)
-    return found
-
-
-def _star_import(facts: Facts, node: cst.CSTNode) -> None:
-    if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar) and node.module:
+def _star_import(facts: Facts, node: cst.ImportFrom) -> None:
+    if isinstance(node.names, cst.ImportStar) and node.module:
         module = facts.script.dotted(node.module) or ""
         if _within(module, "torch.distributed") or _within(module, "torch.nn.parallel"):
             facts.blockers.append((node, f"import the names of {module} instead of *"))
@@ -273,11 +260,10 @@ def target_of(script: Script, call: cst.Call) -> str:
 
 def _condition(script: Script, node: cst.CSTNode) -> bool:
     """Return whether a node is in an `if` other than `if __name__ == "__main__"`."""
-    while node is not script.module:
-        node = script.parent(node)
-        if isinstance(node, cst.If | cst.IfExp) and "__name__" not in script.source(node.test):
-            return True
-    return False
+    return any(
+        isinstance(each, cst.If | cst.IfExp) and "__name__" not in script.source(each.test)
+        for each in script.around(node)
+    )
 
 
 def _called_conditionally(facts: Facts) -> bool:
@@ -286,7 +272,7 @@ def _called_conditionally(facts: Facts) -> bool:
     names = {
         function.name.value
         for init in facts.inits
-        if isinstance(function := script.enclosing(init, cst.FunctionDef), cst.FunctionDef)
+        if (function := script.enclosing(init, cst.FunctionDef))
     }
     return any(
         script.dotted(call.func) in names and _condition(script, call) for call in script.calls()

@@ -39,9 +39,7 @@ def resolve(files: Sequence[Facts], models: set[str], is_conditional: bool) -> N
             if optimizer.model in models and (optimizer.target or not is_conditional):
                 continue
             function = facts.script.enclosing(optimizer.call, cst.FunctionDef)
-            if not isinstance(function, cst.FunctionDef):
-                continue
-            if _add(files, models, function.name.value.__eq__):
+            if function and _add(files, models, function.name.value.__eq__):
                 facts.optimizers.remove(optimizer)
     wraps = [wrap for facts in files for wrap in facts.wraps]
     if wraps and not any(facts.optimizers for facts in files):

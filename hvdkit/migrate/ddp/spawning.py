@@ -42,11 +42,7 @@ def can_spawn(facts: Facts, call: cst.Call) -> bool:
     parts = spawn_parts(facts.script, call)
     if parts is None:
         return False
-    functions = {
-        each.name.value: each
-        for each in facts.script.all(cst.FunctionDef)
-        if isinstance(each, cst.FunctionDef)
-    }
+    functions = {each.name.value: each for each in facts.script.all(cst.FunctionDef)}
     if parts[0] not in functions:
         # A parameter of the function around it.
         return len(facts.spawns) == 1 and "." not in parts[0]
@@ -67,7 +63,7 @@ def is_optional(facts: Facts, call: cst.Call) -> bool:
     function = argument(call, "fn", 0)
     name = facts.script.dotted(function.value) if function else None
     branch = facts.script.enclosing(call, cst.If)
-    if name is None or not isinstance(branch, cst.If) or not isinstance(branch.orelse, cst.Else):
+    if name is None or branch is None or not isinstance(branch.orelse, cst.Else):
         return False
     return facts.script.is_statement(call) and any(
         facts.script.dotted(each.func) == name and _within(facts, each, branch.orelse)
@@ -76,8 +72,4 @@ def is_optional(facts: Facts, call: cst.Call) -> bool:
 
 
 def _within(facts: Facts, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-    while node is not facts.script.module:
-        node = facts.script.parent(node)
-        if node is outer:
-            return True
-    return False
+    return any(each is outer for each in facts.script.around(node))

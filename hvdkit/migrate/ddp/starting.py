@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from hvdkit.migrate.ddp.conversion import Conversion, comment_lines, keep_comments, line_of
+from hvdkit.migrate.ddp.conversion import Conversion, comment_lines, keep_comments
 from hvdkit.migrate.ddp.example import SETUP
 from hvdkit.migrate.ddp.facts import DIST
 from hvdkit.migrate.ddp.spawning import is_optional, spawn_parts
-from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import Script, argument
+from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
+from hvdkit.migrate.script import Script, argument, line_of, with_argument
 
 FUNCTIONS = {
     "get_rank": "rank",
@@ -25,6 +25,9 @@ FUNCTIONS = {
 
 _VARIABLES = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "size"}
 
+RULES: Rules[Conversion] = Rules(SETUP)
+rule = RULES.add
+
 
 @rule(
     "hvd.init() connects the ranks.",
@@ -32,39 +35,36 @@ _VARIABLES = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "size"}
     after="hvd.init()",
     setup=SETUP.replace('dist.init_process_group("gloo")\n', ""),
 )
-def start(self: Rule[Conversion], it: Conversion) -> None:
+def start(it: Conversion) -> Findings:
     for call in it.facts.inits:
         it.replace(call, it.call("init"))
         keep_comments(it.script, call)
-        it.script.change(self.name, call, self.reason)
+        yield Change(call)
 
 
 @rule(
     "Horovod has other names for these functions.",
     before="if dist.get_rank() == 0:\n    print(dist.get_world_size())",
     after="if hvd.rank() == 0:\n    print(hvd.size())",
-    setup=SETUP,
 )
-def functions(self: Rule[Conversion], it: Conversion) -> None:
+def functions(it: Conversion) -> Findings:
     for call in it.script.calls():
         name = (it.script.name_of(call.func) or "").removeprefix(DIST)
         if name not in FUNCTIONS or (it.script.name_of(call.func) or "") != DIST + name:
             continue
         group = argument(call, "group", 0)
         if group is not None and it.script.source(group.value) not in ("None", "dist.group.WORLD"):
-            it.script.advise(self.name, call, f"replace the group of {name}() by a hvd.ProcessSet")
+            yield Advice(call, f"replace the group of {name}() by a hvd.ProcessSet")
             continue
-        it.replace(call, it.call(FUNCTIONS[name]))
-        it.script.change(self.name, call, self.reason)
+        yield it.replace(call, it.call(FUNCTIONS[name]))
 
 
 @rule(
     "The function works with every launcher. The variable needs torchrun or `hvdkit run`.",
     before='local_rank = int(os.environ["LOCAL_RANK"])',
     after="local_rank = hvd.local_rank()",
-    setup=SETUP,
 )
-def variables(self: Rule[Conversion], it: Conversion) -> None:
+def variables(it: Conversion) -> Findings:
     noted = False
     for call in it.script.calls():
         if it.script.source(call.func) != "int" or len(call.args) != 1:
@@ -73,12 +73,10 @@ def variables(self: Rule[Conversion], it: Conversion) -> None:
         if variable not in _VARIABLES:
             continue
         if _is_after_start(it, call):
-            it.replace(call, it.call(_VARIABLES[variable]))
-            it.script.change(self.name, call, self.reason)
+            yield it.replace(call, it.call(_VARIABLES[variable]))
         elif not noted:
             noted = True
-            it.script.note(
-                self.name,
+            yield Note(
                 call,
                 f"{variable} is set by `hvdkit run` and torchrun only. For other launchers, call "
                 f"{it.hvd}.init() first and use {it.hvd}.{_VARIABLES[variable]}()",
@@ -98,9 +96,7 @@ def _environment_variable(script: Script, node: cst.BaseExpression) -> str:
 def _is_after_start(it: Conversion, node: cst.CSTNode) -> bool:
     """Return whether hvd.init() certainly runs before `node`, in its block or in an outer one."""
     inside = set()
-    each = node
-    while each is not it.script.module:
-        each = it.script.parent(each)
+    for each in it.script.around(node):
         inside.add(each)
         if isinstance(each, cst.FunctionDef):
             break
@@ -118,11 +114,8 @@ def _is_after_start(it: Conversion, node: cst.CSTNode) -> bool:
     'default=int(os.environ.get("LOCAL_RANK", 0)))',
     setup=SETUP + "import argparse\n\nparser = argparse.ArgumentParser()\n",
 )
-def local_rank_option(self: Rule[Conversion], it: Conversion) -> None:
-    for call in it.script.calls():
-        function = call.func
-        if not isinstance(function, cst.Attribute) or function.attr.value != "add_argument":
-            continue
+def local_rank_option(it: Conversion) -> Findings:
+    for call, _ in it.script.methods("add_argument"):
         names = {
             it.script.source(each.value).strip("\"'") for each in call.args if not each.keyword
         }
@@ -135,26 +128,14 @@ def local_rank_option(self: Rule[Conversion], it: Conversion) -> None:
         new = cst.parse_expression(f'int(os.environ.get("LOCAL_RANK", {default}))')
         it.script.edit(call, _with_default, new)
         it.script.need_import("import os")
-        it.script.change(self.name, call, self.reason)
+        yield Change(call)
 
 
 def _with_default(call: cst.Call, default: cst.BaseExpression) -> cst.Call:
     given = argument(call, "default")
     if given is not None:
         return call.with_deep_changes(given, value=default)
-    *first, last = call.args
-    new = cst.Arg(
-        keyword=cst.Name("default"),
-        value=default,
-        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-        comma=last.comma,
-        whitespace_after_arg=last.whitespace_after_arg,
-    )
-    space = cst.SimpleWhitespace(" ")
-    last = last.with_changes(
-        comma=cst.Comma(whitespace_after=space), whitespace_after_arg=cst.SimpleWhitespace("")
-    )
-    return call.with_changes(args=[*first, last, new])
+    return with_argument(call, "default", default)
 
 
 @rule(
@@ -163,16 +144,15 @@ def _with_default(call: cst.Call, default: cst.BaseExpression) -> cst.Call:
     after="hvd.init()\ntrain(hvd.rank(), hvd.size(), 5)",
     setup=SETUP + "count = torch.cuda.device_count()\n",
 )
-def spawn(self: Rule[Conversion], it: Conversion) -> None:
+def spawn(it: Conversion) -> Findings:
     for call in it.facts.spawns:
         if is_optional(it.facts, call):
             it.forget(call)
-            new = cst.parse_statement(
+            new = line_of(
                 'raise SystemExit("hvdkit run starts the ranks: omit the option for spawn")'
             )
-            assert isinstance(new, cst.SimpleStatementLine)
             it.script.put(it.script.parent(call), new.body[0])
-            it.script.change(self.name, call, "`hvdkit run` starts the ranks.")
+            yield Change(call, "`hvdkit run` starts the ranks.")
             continue
         parts = spawn_parts(it.script, call)
         assert parts is not None  # otherwise the unit is not converted
@@ -186,10 +166,8 @@ def spawn(self: Rule[Conversion], it: Conversion) -> None:
         line = it.script.statement(call)
         it.script.insert(line, line_of(it.call("init")), before=True)
         if "." in count and "(" not in count:  # an option such as args.world_size
-            option = cst.parse_statement(f"{count} = {it.hvd}.size()")
-            assert isinstance(option, cst.SimpleStatementLine)
-            it.script.insert(line, option, before=True)
-        it.script.change(self.name, call, self.reason)
+            it.script.insert(line, line_of(f"{count} = {it.hvd}.size()"), before=True)
+        yield Change(call)
 
 
 def _without_spawn(
@@ -210,11 +188,9 @@ def _without_spawn(
     "The launcher sets the variable, so the script does not have to.",
     before='os.environ["MASTER_PORT"] = "12355"\ndist.barrier()',
     after="hvd.barrier()",
-    setup=SETUP,
 )
-def master_address(self: Rule[Conversion], it: Conversion) -> None:
+def master_address(it: Conversion) -> Findings:
     for line in it.script.all(cst.SimpleStatementLine):
-        assert isinstance(line, cst.SimpleStatementLine)
         statement = line.body[0]
         if len(line.body) != 1 or not isinstance(statement, cst.Assign):
             continue
@@ -226,19 +202,8 @@ def master_address(self: Rule[Conversion], it: Conversion) -> None:
             continue
         if all(_sets_master(it.script, each) for each in getattr(block, "body", ())):
             continue
-        it.script.remove(line)
-        it.script.change(self.name, line, self.reason)
+        yield it.script.remove(line)
 
 
 def _sets_master(script: Script, line: cst.CSTNode) -> bool:
     return "MASTER_" in script.source(line) and isinstance(line, cst.SimpleStatementLine)
-
-
-RULES = (
-    start,
-    functions,
-    variables,
-    local_rank_option,
-    spawn,
-    master_address,
-)

@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from hvdkit.migrate.ddp.conversion import Conversion, keep_comments, line_of
+from hvdkit.migrate.ddp.conversion import Conversion, keep_comments
 from hvdkit.migrate.ddp.example import SETUP
 from hvdkit.migrate.ddp.facts import (
     GRADIENT_SYNC,
@@ -15,8 +15,11 @@ from hvdkit.migrate.ddp.facts import (
     model_name,
     without_module,
 )
-from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import argument, without_arguments
+from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
+from hvdkit.migrate.script import argument, line_of, without_arguments
+
+RULES: Rules[Conversion] = Rules(SETUP)
+rule = RULES.add
 
 
 @rule(
@@ -25,8 +28,8 @@ from hvdkit.migrate.script import argument, without_arguments
     after="ddp_model = model\nhvd.broadcast_parameters(ddp_model, root_rank=0)",
     setup=SETUP.replace("ddp_model = DDP(model)\n", ""),
 )
-def model(self: Rule[Conversion], it: Conversion) -> None:
-    _note_differences(self, it)
+def model(it: Conversion) -> Findings:
+    yield from _note_differences(it)
     for wrap in it.facts.wraps:
         line = it.script.statement(wrap.call)
         inner = it.script.dotted(wrap.model)
@@ -35,7 +38,7 @@ def model(self: Rule[Conversion], it: Conversion) -> None:
             if each.value is not wrap.model:
                 it.forget(each)
         keep_comments(it.script, wrap.call)
-        it.script.change(self.name, wrap.call, self.reason)
+        yield Change(wrap.call)
         if wrap.target and wrap.target == inner:
             it.script.put(wrap.call, _broadcast(it, inner))
             it.script.edit(it.script.parent(wrap.call), lambda each: cst.Expr(each.value))
@@ -47,14 +50,13 @@ def model(self: Rule[Conversion], it: Conversion) -> None:
             it.script.insert(line, it.with_ranks(line_of(_broadcast(it, name))), before=True)
 
 
-def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
+def _note_differences(it: Conversion) -> Findings:
     """Point out what DDP does beside reducing gradients."""
     for wrap in it.facts.wraps[:1]:
         name = wrap.target or it.script.dotted(wrap.model) or "model"
         methods = {each.attr.value for each in it.script.attributes()}
         if "eval" in methods:
-            it.script.note(
-                self.name,
+            yield Note(
                 wrap.call,
                 f"each rank keeps its own buffers, such as the statistics of batch norm. If all "
                 f"ranks should evaluate with those of rank 0, first call "
@@ -62,15 +64,13 @@ def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
             )
         size = argument(wrap.call, "bucket_cap_mb")
         if size and _bucket_bytes(size) is None:
-            it.script.note(
-                self.name,
+            yield Note(
                 wrap.call,
                 f"bucket_cap_mb={it.script.source(size.value)} is omitted: to choose the size of "
                 f"the buckets, pass bucket_bytes to {it.hvd}.DistributedOptimizer",
             )
         if "load_state_dict" in methods:
-            it.script.note(
-                self.name,
+            yield Note(
                 wrap.call,
                 "keys of a state dict have no prefix `module.` now: remove it from the keys of "
                 "checkpoints that contain a wrapped model",
@@ -94,17 +94,16 @@ def _broadcast(it: Conversion, name: str) -> cst.BaseExpression:
     "optimizer = hvd.DistributedOptimizer(optimizer, ddp_model.named_parameters())",
     setup=SETUP.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", ""),
 )
-def optimizer(self: Rule[Conversion], it: Conversion) -> None:
+def optimizer(it: Conversion) -> Findings:
     for each in it.facts.optimizers:
-        it.script.change(self.name, each.call, self.reason)
+        yield Change(each.call)
         names = [f"{each.model}.named_parameters()"] if each.is_whole else []
         names += _options(it, each.model)
         if not each.target:
             it.script.edit(each.call, _nested, it, names)
             continue
         wrapped = it.call("DistributedOptimizer", each.target, *names)
-        assign = cst.parse_statement(f"{each.target} = 0")
-        assert isinstance(assign, cst.SimpleStatementLine)
+        assign = line_of(f"{each.target} = 0")
         assign = assign.with_deep_changes(assign.body[0], value=wrapped)
         it.script.insert(it.script.statement(each.call), it.with_ranks(assign))
 
@@ -145,21 +144,17 @@ def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpress
     "The model is not wrapped, so it has no `.module`.",
     before="torch.save(ddp_model.module.state_dict(), path)",
     after="torch.save(ddp_model.state_dict(), path)",
-    setup=SETUP,
 )
-def inner_model(self: Rule[Conversion], it: Conversion) -> None:
+def inner_model(it: Conversion) -> Findings:
     models = it.unit.models
     for node in it.script.attributes():
         if node.attr.value != "module" or it.script.name_of(node) is not None:
             continue
         owner = it.script.dotted(node.value) or ""
         if owner in models:
-            it.script.edit(node, lambda each: each.value)
-            it.script.change(self.name, node, self.reason)
-            parent = it.script.parent(node)
-            if isinstance(parent, cst.Call) and parent.func is node:
-                it.script.note(
-                    self.name,
+            yield it.script.edit(node, lambda each: each.value)
+            if it.script.call_of(node):
+                yield Note(
                     node,
                     f"DDP does not reduce the gradients of a backward pass through {owner}.module, "
                     f"and hvdkit reduces those of each pass. If one follows this call, make it in "
@@ -168,20 +163,15 @@ def inner_model(self: Rule[Conversion], it: Conversion) -> None:
         elif not it.facts.is_distributed and not re.search("model|net", owner, re.I):
             continue  # the file does not mention DDP
         elif owner.split(".")[0] not in ("", "self", "cls"):
-            it.script.advise(
-                self.name,
-                node,
-                f"if {owner} is the model of DDP, replace {owner}.module by {owner}",
-            )
+            yield Advice(node, f"if {owner} is the model of DDP, replace {owner}.module by {owner}")
 
 
 @rule(
     "hvdkit's sampler takes the rank and the number of ranks from the job.",
     before="sampler = torch.utils.data.DistributedSampler(data, shuffle=False)",
     after="sampler = hvd.DistributedSampler(data, shuffle=False)",
-    setup=SETUP,
 )
-def sampler(self: Rule[Conversion], it: Conversion) -> None:
+def sampler(it: Conversion) -> Findings:
     spawned = any(facts.spawns for facts in it.unit.facts)
     for call in it.script.calls():
         if it.script.name_of(call.func) not in SAMPLERS:
@@ -192,55 +182,51 @@ def sampler(self: Rule[Conversion], it: Conversion) -> None:
         it.replace(call.func, it.name("DistributedSampler"))
         if sum(each.keyword is None for each in call.args) <= 1:
             it.script.edit(call, without_arguments, "num_replicas", "rank")
-        it.script.change(self.name, call, self.reason)
+        yield Change(call)
     for node in it.script.all(cst.ClassDef):
-        assert isinstance(node, cst.ClassDef)
         for base in node.bases:
             if it.script.name_of(base.value) in SAMPLERS:
                 it.replace(base.value, it.name("DistributedSampler"))
-                it.script.change(self.name, node, self.reason)
+                yield Change(node)
 
 
 @rule(
     "hvd.no_sync takes the optimizer. Only backward() has to be in the block.",
     before="with ddp_model.no_sync():\n    loss.backward()",
     after="with hvd.no_sync(optimizer):\n    loss.backward()",
-    setup=SETUP,
 )
-def no_sync(self: Rule[Conversion], it: Conversion) -> None:
+def no_sync(it: Conversion) -> Findings:
     for function in it.script.attributes():
-        call = it.script.parent(function)
-        is_called = isinstance(call, cst.Call) and call.func is function
         if function.attr.value != "no_sync" or it.script.name_of(function) is not None:
             continue
-        if is_called and isinstance(call, cst.Call) and call.args:
+        call = it.script.call_of(function)
+        if call and call.args:
             continue
         owner = it.script.dotted(function.value) or ""
         found = {each.target for each in it.optimizers_of(without_module(owner))}
         target = found.pop() if len(found) == 1 else ""
         scope = it.script.scope(function)
         if not target or not scope or not scope[target.split(".")[0]]:
-            old = it.script.source(call if is_called else function)
+            old = it.script.source(call or function)
             new_code = f"{it.hvd}.no_sync(optimizer)"
-            it.script.advise(self.name, function, f"replace {old} by {new_code}")
+            yield Advice(function, f"replace {old} by {new_code}")
             continue
         new = it.call("no_sync", target)
-        if is_called:
+        if call:
             it.replace(call, new)
         else:  # context = model.no_sync
             it.forget(function)
             code = f"(lambda: {cst.Module([]).code_for_node(new)})"
             it.script.put(function, cst.parse_expression(code))
-        it.script.change(self.name, function, self.reason)
+        yield Change(function)
 
 
 @rule(
     "hvdkit reduces the gradients in each pass. The result is the same.",
     before="ddp_model.require_backward_grad_sync = False\nloss.backward()",
     after="loss.backward()",
-    setup=SETUP,
 )
-def gradient_sync(self: Rule[Conversion], it: Conversion) -> None:
+def gradient_sync(it: Conversion) -> Findings:
     for target in it.script.attributes():
         statement = assignment_of(it.script, target)
         if target.attr.value != GRADIENT_SYNC or statement is None:
@@ -251,9 +237,8 @@ def gradient_sync(self: Rule[Conversion], it: Conversion) -> None:
             it.script.put(statement, cst.Pass())
         else:
             it.script.remove(it.script.parent(statement))
-        it.script.change(self.name, target, self.reason)
-        it.script.note(
-            self.name,
+        yield Change(target)
+        yield Note(
             target,
             f"to reduce once for several passes, put all but the last backward() into "
             f"`with {it.hvd}.no_sync(optimizer):`",
@@ -264,25 +249,8 @@ def gradient_sync(self: Rule[Conversion], it: Conversion) -> None:
     "PyTorch's layer would normalize on each rank separately, without an error.",
     before="model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     after="model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
-    setup=SETUP,
 )
-def sync_batch_norm(self: Rule[Conversion], it: Conversion) -> None:
-    for node in it.script.all(cst.Attribute, cst.Name):
-        name = it.script.name_of(node) or ""
-        if not re.fullmatch(r"torch\.nn\.(modules\.(batchnorm\.)?)?SyncBatchNorm", name):
-            continue
-        if it.script.enclosing(node, cst.Import, cst.ImportFrom):
-            continue
-        it.replace(node, it.name("SyncBatchNorm"))
-        it.script.change(self.name, node, self.reason)
-
-
-RULES = (
-    model,
-    optimizer,
-    inner_model,
-    sampler,
-    no_sync,
-    gradient_sync,
-    sync_batch_norm,
-)
+def sync_batch_norm(it: Conversion) -> Findings:
+    for node, name in it.script.uses(cst.Attribute, cst.Name):
+        if re.fullmatch(r"torch\.nn\.(modules\.(batchnorm\.)?)?SyncBatchNorm", name):
+            yield it.replace(node, it.name("SyncBatchNorm"))

@@ -62,7 +62,6 @@ def _aliases(script: Script, models: set[str]) -> set[str]:
     """Return other names of the models: `plain = model.module`, or `self.model = model`."""
     found: set[str] = set()
     for node in script.all(cst.Assign):
-        assert isinstance(node, cst.Assign)
         targets = {script.dotted(each.target) or "" for each in node.targets}
         value = model_name(script, node.value)
         if value in models:

@@ -2,6 +2,7 @@
 
 from hvdkit.migrate.rules import (
     horovod,
+    keras_accuracy,
     keras_api,
     keras_functional,
     keras_models,
@@ -17,6 +18,7 @@ RULES = (
     *keras_modules.RULES,
     *keras_optimizers.RULES,
     *keras_models.RULES,
+    *keras_accuracy.RULES,
     *keras_functional.RULES,
     *keras_api.RULES,
     *pytorch.RULES,

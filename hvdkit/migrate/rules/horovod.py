@@ -12,9 +12,10 @@ from pathlib import Path
 import libcst as cst
 
 import hvdkit
-from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rule import Advice, Change, Findings, Rules
 from hvdkit.migrate.rules.keras_objects import optimizer_calls
-from hvdkit.migrate.script import Script, argument, dotted_name, imported_names
+from hvdkit.migrate.script import COMMA, Script, argument, dotted_name, imported_names, named
+from hvdkit.migrate.sources import defined_names, statements
 
 _PACKAGE = Path(hvdkit.__file__).parent
 _ADAPTERS = ("torch", "tensorflow", "keras")
@@ -35,61 +36,46 @@ _TENSORFLOW_1 = {
     "and, after the first step, hvd.broadcast_variables(optimizer.variables, root_rank=0)",
 }
 
+RULES: Rules[Script] = Rules()
+rule = RULES.add
+
 
 @rule(
     "hvdkit has Horovod's modules under the same names.",
     before="import horovod.torch as hvd",
     after="import hvdkit.torch as hvd",
 )
-def imports(self: Rule[Script], script: Script) -> None:
+def imports(script: Script) -> Findings:
     plain = []
-    for node in script.all(cst.Import):
-        for name, alias in imported_names(node):
-            target = _module_here(name) if name.split(".")[0] == "horovod" else None
-            if target and alias.asname is None:
-                plain.append((node, alias, target))
-            elif target:
-                _rename(self, script, node, alias, "name", target)
-    _plain_imports(self, script, plain)
+    for node, name, alias in script.imported_names(cst.Import):
+        target = _module_here(name) if name.split(".")[0] == "horovod" else None
+        if target and alias.asname is None:
+            plain.append((node, alias, target))
+        elif target:
+            yield from _rename(script, node, alias, "name", target)
+    yield from _plain_imports(script, plain)
     for node in script.all(cst.ImportFrom):
-        assert isinstance(node, cst.ImportFrom)
-        _from_import(self, script, node)
+        yield from _from_import(script, node)
 
 
 def _plain_imports(
-    self: Rule[Script],
-    script: Script,
-    found: Sequence[tuple[cst.CSTNode, cst.ImportAlias, str]],
-) -> None:
+    script: Script, found: Sequence[tuple[cst.CSTNode, cst.ImportAlias, str]]
+) -> Findings:
     """Rename `import horovod.torch`, and the name `horovod` wherever it is used."""
-    roots = [
-        each
-        for each in script.all(cst.Name)
-        if script.source(each) == "horovod" and not _is_other_name(script, each)
-    ]
+    roots = list(script.variables("horovod"))
     names = [script.name_of(_whole_name(script, each)) for each in roots]
     if not all(name and _renamed(name) for name in names):
         for node, _, target in found:
             if target != "hvdkit":
                 old = target.replace("hvdkit", "horovod", 1)
                 text = f"rename {old} to {target} by hand: `horovod` is also used in another way"
-                script.advise(self.name, node, text)
+                yield Advice(node, text)
         return
     for node, alias, target in found:
         if roots or target != "hvdkit":
-            _rename(self, script, node, alias, "name", target)
+            yield from _rename(script, node, alias, "name", target)
     for root in roots if found else ():
         script.set(root, value="hvdkit")
-
-
-def _is_other_name(script: Script, node: cst.CSTNode) -> bool:
-    """Return whether a name is that of an attribute or argument, or a part of an import."""
-    where = script.parent(node)
-    return (
-        (isinstance(where, cst.Attribute) and where.attr is node)
-        or (isinstance(where, cst.Arg) and where.keyword is node)
-        or script.enclosing(node, cst.Import, cst.ImportFrom) is not None
-    )
 
 
 def _whole_name(script: Script, node: cst.CSTNode) -> cst.CSTNode:
@@ -99,7 +85,7 @@ def _whole_name(script: Script, node: cst.CSTNode) -> cst.CSTNode:
     return node
 
 
-def _from_import(self: Rule, script: Script, node: cst.ImportFrom) -> None:
+def _from_import(script: Script, node: cst.ImportFrom) -> Findings:
     if node.relative or node.module is None:
         return
     module = script.dotted(node.module) or ""
@@ -108,20 +94,15 @@ def _from_import(self: Rule, script: Script, node: cst.ImportFrom) -> None:
     names = [name.removeprefix(module + ".") for name, _ in imported_names(node)]
     target = _module_here(module)
     if target is not None and all(_has(target, name) for name in names):
-        _rename(self, script, node, node, "module", target)
+        yield from _rename(script, node, node, "module", target)
 
 
 def _rename(
-    self: Rule,
-    script: Script,
-    statement: cst.CSTNode,
-    node: cst.CSTNode,
-    field: str,
-    target: str,
-) -> None:
+    script: Script, statement: cst.CSTNode, node: cst.CSTNode, field: str, target: str
+) -> Findings:
     new = dotted_name(target)
     script.set(node, **{field: new})
-    script.change(self.name, statement, self.reason)
+    yield Change(statement)
 
 
 def _renamed(name: str) -> bool:
@@ -134,12 +115,11 @@ def _renamed(name: str) -> bool:
     "hvdkit has no replacement for this part of Horovod.",
     before="import horovod.spark",
 )
-def unsupported_modules(self: Rule, script: Script) -> None:
-    for node in script.all(cst.Import, cst.ImportFrom):
-        for name, _ in imported_names(node):
-            for module, advice in _UNSUPPORTED.items():
-                if name == module or name.startswith(module + "."):
-                    script.advise(self.name, node, f"hvdkit does not have {module}: {advice}")
+def unsupported_modules(script: Script) -> Findings:
+    for node, name, _ in script.imported_names():
+        for module, advice in _UNSUPPORTED.items():
+            if name == module or name.startswith(module + "."):
+                yield Advice(node, f"hvdkit does not have {module}: {advice}")
 
 
 @rule(
@@ -147,7 +127,7 @@ def unsupported_modules(self: Rule, script: Script) -> None:
     before="hvd.DistributedTrainableOptimizer(optimizer)",
     setup="import horovod.torch as hvd",
 )
-def unknown_names(self: Rule[Script], script: Script) -> None:
+def unknown_names(script: Script) -> Findings:
     seen: set[str] = set()
     names: list[tuple[cst.CSTNode, str]] = [
         (each, name) for each in script.attributes() if (name := script.name_of(each))
@@ -160,7 +140,7 @@ def unknown_names(self: Rule[Script], script: Script) -> None:
             continue
         if f"{module}.{attribute}" not in seen and not name.startswith(tuple(_UNSUPPORTED)):
             seen.add(f"{module}.{attribute}")
-            script.advise(self.name, node, f"{module} has no `{attribute}`: remove or replace it")
+            yield Advice(node, f"{module} has no `{attribute}`: remove or replace it")
 
 
 @rule(
@@ -168,7 +148,7 @@ def unknown_names(self: Rule[Script], script: Script) -> None:
     before="hvd.DistributedOptimizer(optimizer, compressor=mine)",
     setup="import horovod.torch as hvd",
 )
-def unknown_arguments(self: Rule[Script], script: Script) -> None:
+def unknown_arguments(script: Script) -> Findings:
     for call in script.calls():
         module, name = split(script.name_of(call.func) or "")
         signature = _signature(module, name) if module and name else None
@@ -181,13 +161,13 @@ def unknown_arguments(self: Rule[Script], script: Script) -> None:
         twice = [each for each in given if each in positional[:count]]
         if unknown:
             text = f"hvd.{name} has no argument {', '.join(unknown)}: remove or replace it"
-            script.advise(self.name, call, text)
+            yield Advice(call, text)
         elif twice:
             text = (
                 f"argument {positional.index(twice[0]) + 1} of hvd.{name} is {twice[0]}, which is "
                 f"also given by its name: remove or replace one of them"
             )
-            script.advise(self.name, call, text)
+            yield Advice(call, text)
 
 
 @rule(
@@ -195,11 +175,11 @@ def unknown_arguments(self: Rule[Script], script: Script) -> None:
     before="hvd.broadcast_global_variables(0)",
     setup="import horovod.tensorflow as hvd",
 )
-def global_variables(self: Rule, script: Script) -> None:
+def global_variables(script: Script) -> Findings:
     for call in script.calls():
         module, name = split(script.name_of(call.func) or "")
         if module == "hvdkit.tensorflow" and name in _TENSORFLOW_1:
-            script.advise(self.name, call, f"hvd.{name} is for TensorFlow 1: {_TENSORFLOW_1[name]}")
+            yield Advice(call, f"hvd.{name} is for TensorFlow 1: {_TENSORFLOW_1[name]}")
 
 
 @rule(
@@ -210,7 +190,7 @@ def global_variables(self: Rule, script: Script) -> None:
     "hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * hvd.size(), warmup_epochs=5)",
     setup="import keras\nimport hvdkit.keras as hvd",
 )
-def initial_rate(self: Rule, script: Script) -> None:
+def initial_rate(script: Script) -> Findings:
     for call in script.calls():
         name = script.name_of(call.func) or script.dotted(call.func) or ""
         if not re.fullmatch(r".*\.LearningRate(Warmup|Schedule)Callback", name):
@@ -219,20 +199,14 @@ def initial_rate(self: Rule, script: Script) -> None:
             continue
         rate = _the_rate(script)
         if rate is None:
-            script.advise(self.name, call, "add initial_lr=, the learning rate of the optimizer")
+            yield Advice(call, "add initial_lr=, the learning rate of the optimizer")
             continue
-        new = cst.Arg(
-            keyword=cst.Name("initial_lr"),
-            value=rate.deep_clone(),
-            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-        )
-        script.edit(call, _prepend, new)
-        script.change(self.name, call, self.reason)
+        yield script.edit(call, _prepend, named(cst.Arg(rate.deep_clone()), "initial_lr"))
 
 
 def _prepend(call: cst.Call, new: cst.Arg) -> cst.Call:
     if call.args:
-        new = new.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+        new = new.with_changes(comma=COMMA)
     return call.with_changes(args=[new, *call.args])
 
 
@@ -257,7 +231,7 @@ def _the_rate(script: Script) -> cst.BaseExpression | None:
     "state = hvd.elastic.KerasState(model)",
     setup="import hvdkit.keras as hvd",
 )
-def first_fit(self: Rule[Script], script: Script) -> None:
+def first_fit(script: Script) -> Findings:
     states = [
         call
         for call in script.calls()
@@ -284,7 +258,7 @@ def first_fit(self: Rule[Script], script: Script) -> None:
         (name,) = names
         new = cst.parse_expression(f"[{name}.callbacks.BroadcastGlobalVariablesCallback(0)]")
         script.set(callbacks, value=new)
-        script.change(self.name, call, self.reason)
+        yield Change(call)
 
 
 @rule(
@@ -292,9 +266,8 @@ def first_fit(self: Rule[Script], script: Script) -> None:
     before='Trainer(accelerator="horovod")',
     setup="import hvdkit.torch as hvd\nfrom pytorch_lightning import Trainer",
 )
-def lightning(self: Rule, script: Script) -> None:
+def lightning(script: Script) -> Findings:
     for node in script.all(cst.SimpleString):
-        assert isinstance(node, cst.SimpleString)
         where = script.parent(node)
         if node.evaluated_value != "horovod" or not isinstance(where, cst.Arg):
             continue
@@ -303,8 +276,7 @@ def lightning(self: Rule, script: Script) -> None:
             "strategy",
             "distributed_backend",
         ):
-            script.advise(
-                self.name,
+            yield Advice(
                 node,
                 "Lightning has no Horovod strategy any more: pass strategy=HvdkitStrategy(), "
                 "of hvdkit.lightning, to its Trainer",
@@ -320,9 +292,8 @@ _MODULE = re.compile(rf"horovod\.({'|'.join(_ADAPTERS)})(\.\w+)*")
     before='importlib.import_module("horovod.torch")',
     setup="import importlib",
 )
-def dynamic_imports(self: Rule, script: Script) -> None:
+def dynamic_imports(script: Script) -> Findings:
     for node in script.all(cst.SimpleString):
-        assert isinstance(node, cst.SimpleString)
         value = node.evaluated_value
         if not isinstance(value, str) or not re.fullmatch(r"horovod(\.\w+)*", value):
             continue
@@ -332,7 +303,7 @@ def dynamic_imports(self: Rule, script: Script) -> None:
         )
         if is_imported or _MODULE.fullmatch(value):
             new = value.replace("horovod", "hvdkit", 1)
-            script.advise(self.name, node, f'this import by a string is not changed: use "{new}"')
+            yield Advice(node, f'this import by a string is not changed: use "{new}"')
 
 
 def split(name: str) -> tuple[str | None, str | None]:
@@ -393,7 +364,7 @@ def _signature(module: str, name: str) -> tuple[list[str], set[str] | None] | No
 def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
     """Return the definition of a name, also in the module of hvdkit that it is imported from."""
     path = _source(_PACKAGE.joinpath(*module.split(".")[1:]))
-    for node in ast.parse(path.read_text(encoding="utf-8")).body if path else ():
+    for node in statements(path) if path else ():
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdkit."):
@@ -418,32 +389,13 @@ def names_in(module: str) -> frozenset[str]:
     path = _source(place)
     if path is None:
         return frozenset()
-    names = {each.stem for each in place.glob("*") if _source(each.with_suffix(""))}
     if module == "hvdkit":
         return frozenset({"run", *_ADAPTERS})
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            own = (node.module or "").startswith("hvdkit.")
-            names |= names_in(node.module or "") if own else {"*"}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(each.asname or each.name).split(".")[0] for each in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {each.id for each in node.targets if isinstance(each, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
+    names = {each.stem for each in place.glob("*") if _source(each.with_suffix(""))}
+    for node in statements(path):
+        own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdkit.")
+        if own and isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            names |= names_in(node.module or "")
+        else:
+            names |= set(defined_names([node]))
     return frozenset(names)
-
-
-RULES = (
-    imports,
-    unsupported_modules,
-    unknown_names,
-    unknown_arguments,
-    global_variables,
-    initial_rate,
-    first_fit,
-    lightning,
-    dynamic_imports,
-)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rule import Findings, Rules
 from hvdkit.migrate.rules.keras_names import keras_name
-from hvdkit.migrate.rules.keras_objects import MODEL, methods
+from hvdkit.migrate.rules.keras_objects import MODEL, calls_of, methods
 from hvdkit.migrate.script import Script, argument, walk
 
 _OLD = ("acc", "val_acc")
@@ -20,6 +20,9 @@ _MONITORS = {"EarlyStopping": 0, "ReduceLROnPlateau": 0, "ModelCheckpoint": 1}
 #: A field of a file name, such as `{val_acc:.2f}`.
 _FIELD = re.compile(r"\{((?:val_)?)acc(?=[:}])")
 
+RULES: Rules[Script] = Rules()
+rule = RULES.add
+
 
 @rule(
     "Keras 3 names the metric as compile does: accuracy, not acc.",
@@ -27,7 +30,7 @@ _FIELD = re.compile(r"\{((?:val_)?)acc(?=[:}])")
     after='keras.callbacks.EarlyStopping(monitor="val_accuracy")',
     setup=MODEL + 'model.compile(loss="mse", metrics=["accuracy"])\n',
 )
-def accuracy_name(self: Rule[Script], script: Script) -> None:
+def accuracy_name(script: Script) -> Findings:
     metrics = {name for each in (script, *script.related) for name in _metrics(each)}
     if "accuracy" not in metrics or "acc" in metrics:
         return
@@ -37,12 +40,10 @@ def accuracy_name(self: Rule[Script], script: Script) -> None:
         keys = []  # The script understands both names.
     for each in [*keys, *_monitors(script)]:
         if each.evaluated_value in _OLD:
-            script.set(each, value=each.value.replace("acc", "accuracy"))
-            script.change(self.name, each, self.reason)
+            yield script.set(each, value=each.value.replace("acc", "accuracy"))
     for each in _file_names(script):
         if isinstance(each.evaluated_value, str) and _FIELD.search(each.evaluated_value):
-            script.set(each, value=_FIELD.sub(r"{\1accuracy", each.value))
-            script.change(self.name, each, self.reason)
+            yield script.set(each, value=_FIELD.sub(r"{\1accuracy", each.value))
 
 
 def _metrics(script: Script) -> Iterator[str]:
@@ -50,9 +51,9 @@ def _metrics(script: Script) -> Iterator[str]:
     given = [
         each.value
         for each in script.all(cst.Arg)
-        if isinstance(each, cst.Arg) and each.keyword and each.keyword.value == "metrics"
+        if each.keyword and each.keyword.value == "metrics"
     ]
-    for call, _ in methods(script, "compile"):
+    for call, _, _ in methods(script, "compile"):
         third = argument(call, "metrics", 2)
         given += [third.value] if third else []
     for value in given:
@@ -71,12 +72,11 @@ def _strings_in(node: cst.CSTNode) -> Iterator[cst.SimpleString]:
 def _keys(script: Script) -> Iterator[cst.SimpleString]:
     """Yield the strings that are keys of a dictionary of metrics."""
     for node in script.all(cst.SimpleString):
-        assert isinstance(node, cst.SimpleString)
         where = script.parent(node)
         owner: cst.CSTNode | None = None
         if isinstance(where, cst.Index):  # history.history["acc"]
             subscript = script.enclosing(node, cst.Subscript)
-            owner = subscript.value if isinstance(subscript, cst.Subscript) else None
+            owner = subscript.value if subscript else None
         elif isinstance(where, cst.Comparison):  # "acc" in history.history
             (target, *others) = where.comparisons
             is_in = isinstance(target.operator, cst.In | cst.NotIn)
@@ -101,8 +101,7 @@ def _monitors(script: Script) -> Iterator[cst.SimpleString]:
 
 def _file_names(script: Script) -> Iterator[cst.SimpleString]:
     """Yield the strings of the file names of ModelCheckpoint."""
-    for call in script.calls():
-        if keras_name(script.name_of(call.func)) == "callbacks.ModelCheckpoint":
-            path = argument(call, "filepath", 0)
-            for value in (script.values_of(path.value) or [path.value]) if path else ():
-                yield from _strings_in(value)
+    for call in calls_of(script, "callbacks.ModelCheckpoint"):
+        path = argument(call, "filepath", 0)
+        for value in (script.values_of(path.value) or [path.value]) if path else ():
+            yield from _strings_in(value)

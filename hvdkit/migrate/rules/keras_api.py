@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import libcst as cst
 
-from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rule import Advice, Findings, Rules
 from hvdkit.migrate.script import Script, imported_names
+from hvdkit.migrate.sources import defined_names, statements
 
 #: Name without its package -> what to use.
 _HINTS = {
@@ -22,13 +22,16 @@ _HINTS = {
     "utils.layer_utils": "the methods of the model, such as summary()",
 }
 
+RULES: Rules[Script] = Rules()
+rule = RULES.add
+
 
 @rule(
     "The installed Keras 3 does not have this name.",
     before="rate = tf.keras.experimental.CosineDecay(0.1, 1000)",
     setup="import tensorflow as tf\nimport hvdkit.keras as hvd\n",
 )
-def missing_names(self: Rule[Script], script: Script) -> None:
+def missing_names(script: Script) -> Findings:
     known = {each.line for each in [*script.changes, *script.advice, *script.notes]}
     # Names that other rules import from another module.
     changed = {
@@ -45,7 +48,7 @@ def missing_names(self: Rule[Script], script: Script) -> None:
             continue
         known.add(script.line(node))
         text = f"Keras 3 has no {missing.removeprefix('tensorflow.')}"
-        script.advise(self.name, node, f"{text}: {_hint(name, missing)}")
+        yield Advice(node, f"{text}: {_hint(name, missing)}")
 
 
 def _hint(name: str, missing: str) -> str:
@@ -58,9 +61,8 @@ def _hint(name: str, missing: str) -> str:
 
 
 def _names(script: Script) -> Iterator[tuple[cst.CSTNode, str]]:
-    for node in script.all(cst.Import, cst.ImportFrom):
-        for name, _ in imported_names(node):
-            yield node, name
+    for node, name, _ in script.imported_names():
+        yield node, name
     for attribute in script.attributes():
         if not isinstance(script.parent(attribute), cst.Attribute) and not script.enclosing(
             attribute, cst.Import, cst.ImportFrom
@@ -105,16 +107,5 @@ def _root() -> Path | None:
 
 @cache
 def _names_in(place: Path) -> frozenset[str]:
-    tree = ast.parse((place / "__init__.py").read_text(encoding="utf-8"))
-    names = {each.parent.name for each in place.glob("*/__init__.py")}
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(each.asname or each.name).split(".")[0] for each in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {each.id for each in node.targets if isinstance(each, ast.Name)}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-    return frozenset(names)
-
-
-RULES = (missing_names,)
+    modules = (each.parent.name for each in place.glob("*/__init__.py"))
+    return frozenset([*modules, *defined_names(statements(place / "__init__.py"))])

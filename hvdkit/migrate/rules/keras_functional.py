@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
 
-from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rule import Advice, Change, Findings, Rules, lower
 from hvdkit.migrate.rules.keras_names import keras_name
-from hvdkit.migrate.rules.keras_objects import SETUP
-from hvdkit.migrate.script import Script, argument, walk
+from hvdkit.migrate.rules.keras_objects import SETUP, calls_of
+from hvdkit.migrate.script import Script, argument, named, walk
 
 _INPUTS = ("Input", "layers.Input")
 #: Function of TensorFlow -> function of keras.ops with another name.
@@ -36,26 +37,28 @@ _SAME_NAME = frozenset(
     ]
 )
 
+RULES: Rules[Script] = Rules(SETUP)
+rule = RULES.add
+
 
 @rule(
     "The shape of an input is a tuple in Keras 3, not a number.",
     before="x = keras.Input((10))",
     after="x = keras.Input((10,))",
-    setup=SETUP,
 )
-def input_shape(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
+def input_shape(script: Script) -> Findings:
+    for call in calls_of(script, *_INPUTS):
         given = argument(call, "shape", 0)
-        if given is None or keras_name(script.name_of(call.func)) not in _INPUTS:
+        if given is None:
             continue
         values = script.values_of(given.value) or [cst.Name("unknown")]
         if all(isinstance(each, cst.Integer) for each in values):
             script.set(given, value=_tuple_of(given.value))
-            script.change(self.name, call, self.reason)
+            yield Change(call)
         elif _is_in_parentheses(given.value):
             code = script.source(_without_parentheses(given.value))
-            text = f"if {code} is a number, write ({code},): {_lower(self.reason)}"
-            script.advise(self.name, call, text.removesuffix("."))
+            text = f"if {code} is a number, write ({code},): {lower(input_shape.reason)}"
+            yield Advice(call, text)
 
 
 def _is_in_parentheses(node: cst.BaseExpression) -> bool:
@@ -71,16 +74,12 @@ def _tuple_of(node: cst.BaseExpression) -> cst.Tuple:
     return cst.Tuple([cst.Element(_without_parentheses(node), comma=cst.Comma())])
 
 
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]
-
-
 @rule(
     "In Keras 3, functions of TensorFlow do not take the tensors of a functional model.",
     before="x = keras.Input((10,))\ny = tf.concat([x, keras.layers.Dense(2)(x)], -1)",
     setup="import tensorflow as tf\n" + SETUP,
 )
-def symbolic_tensors(self: Rule[Script], script: Script) -> None:
+def symbolic_tensors(script: Script) -> Findings:
     found = _Symbols(script)
     for call in script.calls():
         function = call.func
@@ -91,7 +90,7 @@ def symbolic_tensors(self: Rule[Script], script: Script) -> None:
                 f"tf.{short} does not take a tensor of a functional model in Keras 3: use "
                 f"{_replacement(short)}"
             )
-            script.advise(self.name, call, text)
+            yield Advice(call, text)
         elif (
             isinstance(function, cst.Attribute)
             and function.attr.value == "get_shape"
@@ -99,7 +98,7 @@ def symbolic_tensors(self: Rule[Script], script: Script) -> None:
         ):
             code = script.source(function.value)
             text = f"the tensors of a functional model have no get_shape() in Keras 3: use {code}"
-            script.advise(self.name, call, f"{text}.shape")
+            yield Advice(call, f"{text}.shape")
 
 
 def _replacement(short: str) -> str:
@@ -122,7 +121,7 @@ class _Symbols:
         self._script = script
         #: (Scope, code of the target).
         self._names: set[tuple[object, str]] = set()
-        assignments = [each for each in script.all(cst.Assign) if isinstance(each, cst.Assign)]
+        assignments = list(script.all(cst.Assign))
         while True:
             before = len(self._names)
             for each in assignments:
@@ -182,14 +181,11 @@ class _Symbols:
     "opt.apply_gradients(zip(h, second.trainable_variables))",
     setup=SETUP + "opt = keras.optimizers.SGD(0.1)\n",
 )
-def variable_lists(self: Rule[Script], script: Script) -> None:
+def variable_lists(script: Script) -> Findings:
     if not script.imports("keras", "tensorflow"):
         return
     found: dict[tuple[object, str], dict[str, cst.Call]] = {}
-    for call in script.calls():
-        function = call.func
-        if not isinstance(function, cst.Attribute) or function.attr.value != "apply_gradients":
-            continue
+    for call, function in script.methods("apply_gradients"):
         for code in _variables(script, call):
             owner = script.scope(call), script.source(function.value)
             found.setdefault(owner, {}).setdefault(code, call)
@@ -200,7 +196,7 @@ def variable_lists(self: Rule[Script], script: Script) -> None:
                 f"{code} gets {' and '.join(lists)}: if these are different variables, call "
                 f"{code}.build({' + '.join(lists)}) before the first step"
             )
-            script.advise(self.name, last, text)
+            yield Advice(last, text)
 
 
 def _variables(script: Script, call: cst.Call) -> list[str]:
@@ -219,24 +215,15 @@ def _variables(script: Script, call: cst.Call) -> list[str]:
     "The layers and models of Keras 3 do not accept themselves as an argument.",
     before="class Net(keras.Model):\n    def __init__(self):\n        super().__init__(self)",
     after="class Net(keras.Model):\n    def __init__(self):\n        super().__init__()",
-    setup=SETUP,
 )
-def init_arguments(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        function = call.func
-        if (
-            len(call.args) != 1
-            or script.source(call.args[0]).strip() != "self"
-            or not isinstance(function, cst.Attribute)
-            or function.attr.value != "__init__"
-            or not script.source(function.value).startswith("super(")
-        ):
+def init_arguments(script: Script) -> Findings:
+    for call, function in script.methods("__init__"):
+        if [script.source(each).strip() for each in call.args] != ["self"]:
             continue
-        owner = script.enclosing(call, cst.ClassDef)
-        bases = [each.value for each in owner.bases] if isinstance(owner, cst.ClassDef) else []
-        if any(_is_layer(script, each) for each in bases):
-            script.set(call, args=[])
-            script.change(self.name, call, self.reason)
+        if not script.source(function.value).startswith("super("):
+            continue
+        if _is_layer(script, script.enclosing(call, cst.ClassDef)):
+            yield script.set(call, args=[])
 
 
 @rule(
@@ -245,9 +232,8 @@ def init_arguments(self: Rule[Script], script: Script) -> None:
     "        return self.dropout(x, training)",
     after="class Net(keras.Model):\n    def call(self, x, training):\n"
     "        return self.dropout(x, training=training)",
-    setup=SETUP,
 )
-def training_argument(self: Rule[Script], script: Script) -> None:
+def training_argument(script: Script) -> Findings:
     for call in script.calls():
         if len(call.args) != 2 or any(each.keyword or each.star for each in call.args):
             continue
@@ -257,34 +243,30 @@ def training_argument(self: Rule[Script], script: Script) -> None:
             is_call = made.startswith("layers.")
         else:
             owner = script.enclosing(call, cst.ClassDef)
-            bases = [each.value for each in owner.bases] if isinstance(owner, cst.ClassDef) else []
             is_call = (
                 isinstance(function, cst.Attribute)
                 and script.source(function.value) == "self"
-                and any(_is_layer(script, each) for each in bases)
+                and _is_layer(script, owner)
                 and not _defines(owner, function.attr.value)
             )
         if not is_call:
             continue
         code = script.source(given.value)
         if code == "training":
-            equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            script.set(given, keyword=cst.Name("training"), equal=equal)
-            script.change(self.name, call, self.reason)
+            script.edit(given, named, "training")
+            yield Change(call)
         elif code in ("True", "False"):
             text = f"if {code} is the argument `training` of the layer, write training={code}"
-            script.advise(self.name, call, text)
+            yield Advice(call, text)
 
 
-def _defines(owner: cst.CSTNode | None, name: str) -> bool:
+def _defines(owner: cst.ClassDef | None, name: str) -> bool:
     """Return whether a class defines a method."""
-    body = owner.body.body if isinstance(owner, cst.ClassDef) else ()
+    body = owner.body.body if owner else ()
     return any(isinstance(each, cst.FunctionDef) and each.name.value == name for each in body)
 
 
-def _is_layer(script: Script, node: cst.BaseExpression) -> bool:
-    short = keras_name(script.name_of(node)) or ""
-    return short in ("Model", "Sequential") or short.startswith(("layers.", "models."))
-
-
-RULES = (input_shape, symbolic_tensors, variable_lists, init_arguments, training_argument)
+def _is_layer(script: Script, found: cst.ClassDef | None) -> bool:
+    """Return whether a class is a layer or a model."""
+    bases = [keras_name(script.name_of(each.value)) or "" for each in found.bases] if found else []
+    return any(re.match(r"(Model|Sequential)$|(layers|models)\.", each) for each in bases)

@@ -7,17 +7,20 @@ import re
 import libcst as cst
 from libcst.metadata import Assignment
 
-from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.rules import keras_accuracy
+from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import (
     MODEL,
     SETUP,
+    calls_of,
     is_model,
     is_optimizer,
     methods,
 )
-from hvdkit.migrate.script import Script, argument, without_arguments
+from hvdkit.migrate.script import Script, argument, named, without_arguments
+
+RULES: Rules[Script] = Rules(SETUP)
+rule = RULES.add
 
 
 @rule(
@@ -26,15 +29,14 @@ from hvdkit.migrate.script import Script, argument, without_arguments
     after="model.fit(batches, steps_per_epoch=100, epochs=5)",
     setup=MODEL + "model.compile(loss='mse')\nbatches = []\n",
 )
-def generators(self: Rule[Script], script: Script) -> None:
-    for call, owner in methods(script, *_GENERATORS):
+def generators(script: Script) -> Findings:
+    for call, owner, method in methods(script, *_GENERATORS):
         if not is_model(script, owner):
-            script.advise(
-                self.name, call, f"if {script.source(owner)} is a model of Keras: {self.reason}"
+            yield Advice(
+                call, f"if {script.source(owner)} is a model of Keras: {generators.reason}"
             )
-        elif not _is_unclear(call):
-            script.edit(call, _without_generator)
-            script.change(self.name, call, self.reason)
+        elif not _is_unclear(call, method):
+            yield script.edit(call, _without_generator, method)
 
 
 #: Old method -> (new method, its arguments in the order of the old one).
@@ -51,28 +53,23 @@ _GENERATORS = {
 _WORKERS = ("workers", "use_multiprocessing", "max_queue_size", "max_q_size", "pickle_safe")
 
 
-_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-
-
-def _is_unclear(call: cst.Call) -> bool:
-    assert isinstance(call.func, cst.Attribute)
-    names = _GENERATORS[call.func.attr.value][1]
+def _is_unclear(call: cst.Call, old: str) -> bool:
+    _, names = _GENERATORS[old]
     return any(each.star for each in call.args) or sum(
         not each.keyword for each in call.args
     ) > len(names)
 
 
-def _without_generator(call: cst.Call) -> cst.Call:
-    assert isinstance(call.func, cst.Attribute)
-    method, names = _GENERATORS[call.func.attr.value]
+def _without_generator(call: cst.Call, old: str) -> cst.Call:
+    method, names = _GENERATORS[old]
     args = []
     for name, each in zip(names + ("",) * len(call.args), call.args, strict=False):
         if each.keyword is None and name:
-            each = each.with_changes(keyword=cst.Name(name), equal=_EQUAL)
+            each = named(each, name)
         elif each.keyword is not None and each.keyword.value == "generator":
             each = each.with_changes(keyword=cst.Name("x"))
         args.append(each)
-    call = call.with_changes(func=call.func.with_changes(attr=cst.Name(method)), args=args)
+    call = call.with_deep_changes(call.func, attr=cst.Name(method)).with_changes(args=args)
     return without_arguments(call, *_WORKERS)
 
 
@@ -82,11 +79,10 @@ def _without_generator(call: cst.Call) -> cst.Call:
     after="model.fit(batches, epochs=5)",
     setup=MODEL + "model.compile(loss='mse')\nbatches = []\n",
 )
-def workers(self: Rule[Script], script: Script) -> None:
-    for call, owner in methods(script, "fit", "evaluate", "predict"):
+def workers(script: Script) -> Findings:
+    for call, owner, _ in methods(script, "fit", "evaluate", "predict"):
         if any(argument(call, name) for name in _WORKERS) and is_model(script, owner):
-            script.edit(call, without_arguments, *_WORKERS)
-            script.change(self.name, call, self.reason)
+            yield script.edit(call, without_arguments, *_WORKERS)
 
 
 @rule(
@@ -94,49 +90,41 @@ def workers(self: Rule[Script], script: Script) -> None:
     before="classes = model.predict_classes(x)",
     setup=MODEL + "model.compile(loss='mse')\n",
 )
-def predict_classes(self: Rule[Script], script: Script) -> None:
-    for call, owner in methods(script, "predict_classes", "predict_proba"):
+def predict_classes(script: Script) -> Findings:
+    for call, owner, method in methods(script, "predict_classes", "predict_proba"):
         if is_model(script, owner):
-            assert isinstance(call.func, cst.Attribute)
-            code, method = script.source(owner), call.func.attr.value
-            new = f"{code}.predict(x)"
+            new = f"{script.source(owner)}.predict(x)"
             if method == "predict_classes":
                 new = f"{new}.argmax(axis=-1) for a softmax, or {new} > 0.5 for a sigmoid"
-            script.advise(self.name, call, f"Keras 3 has no {method}: use {new}")
+            yield Advice(call, f"Keras 3 has no {method}: use {new}")
 
 
 @rule(
     "In Keras 3, the method reset_states has the name reset_state.",
     before="accuracy = keras.metrics.Accuracy()\naccuracy.reset_states()",
     after="accuracy = keras.metrics.Accuracy()\naccuracy.reset_state()",
-    setup=SETUP,
 )
-def reset_states(self: Rule[Script], script: Script) -> None:
-    for call, owner in methods(script, "reset_states"):
-        assert isinstance(call.func, cst.Attribute)
+def reset_states(script: Script) -> Findings:
+    for call, owner, _ in methods(script, "reset_states"):
         made = script.made_by(owner) or [""]
         if all((keras_name(each) or "").startswith("metrics.") for each in made):
             script.set(call.func, attr=cst.Name("reset_state"))
-            script.change(self.name, call, self.reason)
+            yield Change(call)
         elif script.imports("keras", "tensorflow") and not script.imports("torch"):
             code = script.source(owner)
             text = f"if {code} is a metric or a layer of Keras, write {code}.reset_state()"
-            script.advise(self.name, call, text)
+            yield Advice(call, text)
 
 
 @rule(
     "The callback of Keras 3 does not have this argument.",
     before='keras.callbacks.TensorBoard("logs", write_grads=True)',
     after='keras.callbacks.TensorBoard("logs")',
-    setup=SETUP,
 )
-def tensorboard(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        if keras_name(script.name_of(call.func)) == "callbacks.TensorBoard" and any(
-            argument(call, name) for name in _TENSORBOARD
-        ):
-            script.edit(call, without_arguments, *_TENSORBOARD)
-            script.change(self.name, call, self.reason)
+def tensorboard(script: Script) -> Findings:
+    for call in calls_of(script, "callbacks.TensorBoard"):
+        if any(argument(call, name) for name in _TENSORBOARD):
+            yield script.edit(call, without_arguments, *_TENSORBOARD)
 
 
 _TENSORBOARD = ("write_grads", "batch_size", "embeddings_layer_names", "embeddings_data")
@@ -148,15 +136,14 @@ _TENSORBOARD = ("write_grads", "batch_size", "embeddings_layer_names", "embeddin
     after="model.compile(optimizer='sgd', loss='mse')",
     setup=MODEL,
 )
-def run_tf_function(self: Rule[Script], script: Script) -> None:
-    for call, _ in methods(script, "compile"):
+def run_tf_function(script: Script) -> Findings:
+    for call, _, _ in methods(script, "compile"):
         if argument(call, "experimental_run_tf_function") is None:
             continue
         given = argument(call, "optimizer", 0)
         made = (script.made_by(given.value) or [""]) if given else [""]
         if not any(name.endswith(".DistributedOptimizer") for name in made):
-            script.edit(call, without_arguments, "experimental_run_tf_function")
-            script.change(self.name, call, self.reason)
+            yield script.edit(call, without_arguments, "experimental_run_tf_function")
 
 
 @rule(
@@ -164,14 +151,13 @@ def run_tf_function(self: Rule[Script], script: Script) -> None:
     before='model.save("trained")',
     setup=MODEL + "model.compile(loss='mse')\n",
 )
-def file_names(self: Rule[Script], script: Script) -> None:
+def file_names(script: Script) -> Findings:
     for call in script.calls():
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
         short = keras_name(script.name_of(call.func)) or ""
         is_checkpoint = short == "callbacks.ModelCheckpoint"
         if is_checkpoint and argument(call, "period"):
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 "ModelCheckpoint has no period= in Keras 3: use save_freq=, which "
                 'is "epoch" or a number of batches',
@@ -183,9 +169,7 @@ def file_names(self: Rule[Script], script: Script) -> None:
         ending = _ending(path.value) if path else None
         if ending is None:
             if path and is_checkpoint and not _has_ending(script):
-                script.note(
-                    self.name, call, "the name of the file must end with .keras, .h5 or .weights.h5"
-                )
+                yield Note(call, "the name of the file must end with .keras, .h5 or .weights.h5")
             continue
         only_weights = method == "save_weights"
         if is_checkpoint:
@@ -196,22 +180,19 @@ def file_names(self: Rule[Script], script: Script) -> None:
         elif method not in ("save", "save_weights") or not is_model(script, call.func.value):  # type: ignore[attr-defined]
             continue
         if only_weights and not ending.endswith(".weights.h5"):
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 "the name of a file of weights must end with .weights.h5 in Keras "
                 "3, here and where the file is loaded",
             )
         elif not only_weights and not ending.endswith((".keras", ".h5")):
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 "the name of a model's file must end with .keras in Keras 3, here "
                 "and where the file is loaded",
             )
         elif not only_weights and ending.endswith(".h5"):
-            script.note(
-                self.name,
+            yield Note(
                 call,
                 "from an .h5 file, Keras 3 does not restore variables of the optimizer such as "
                 "the momentum: to continue a training, use a name that ends with .keras, here and "
@@ -241,17 +222,14 @@ def _ending(node: cst.BaseExpression) -> str | None:
 @rule(
     "Keras 3 crops in training only.",
     before="keras.layers.RandomCrop(160, 160)",
-    setup=SETUP,
 )
-def random_crop(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        if keras_name(script.name_of(call.func)) == "layers.RandomCrop":
-            script.advise(
-                self.name,
-                call,
-                "Keras 3 crops in training only: put a layer CenterCrop of the same size after it, "
-                "or the model refuses the larger images in evaluate and predict",
-            )
+def random_crop(script: Script) -> Findings:
+    for call in calls_of(script, "layers.RandomCrop"):
+        yield Advice(
+            call,
+            "Keras 3 crops in training only: put a layer CenterCrop of the same size after it, "
+            "or the model refuses the larger images in evaluate and predict",
+        )
 
 
 @rule(
@@ -259,9 +237,9 @@ def random_crop(self: Rule[Script], script: Script) -> None:
     before="first.compile(loss='mse', optimizer=opt)\nsecond.compile(loss='mse', optimizer=opt)",
     setup=SETUP + "opt = keras.optimizers.SGD(0.1)\n",
 )
-def shared_optimizers(self: Rule[Script], script: Script) -> None:
+def shared_optimizers(script: Script) -> Findings:
     first: dict[tuple[cst.CSTNode, str], tuple[str, int]] = {}
-    for call, owner in methods(script, "compile"):
+    for call, owner, _ in methods(script, "compile"):
         given = argument(call, "optimizer", 0)
         if given is None or not isinstance(given.value, cst.Name):
             continue
@@ -279,23 +257,8 @@ def shared_optimizers(self: Rule[Script], script: Script) -> None:
         if any(since < each < line for each in made):
             first[block, name] = model, line
         elif other != model:
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 f"{name} trains {other} already, and in Keras 3 an optimizer can train one model "
                 f"only: make another one for {model}",
             )
-
-
-RULES = (
-    generators,
-    workers,
-    predict_classes,
-    reset_states,
-    keras_accuracy.accuracy_name,
-    tensorboard,
-    run_tf_function,
-    file_names,
-    random_crop,
-    shared_optimizers,
-)

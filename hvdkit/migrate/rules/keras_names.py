@@ -114,20 +114,6 @@ BACKEND = frozenset(
         "standardize_dtype",
     ]
 )
-OPTIMIZERS = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Ftrl",
-    "Lion",
-    "LossScaleOptimizer",
-    "Nadam",
-    "RMSprop",
-    "SGD",
-]
 
 
 def keras_name(name: str | None) -> str | None:

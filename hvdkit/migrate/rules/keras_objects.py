@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import libcst as cst
 
-from hvdkit.migrate.rules.keras_names import OPTIMIZERS, keras_name
+from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.script import Script, argument
 
 SETUP = "import keras\nimport hvdkit.keras as hvd\n"
@@ -17,12 +18,14 @@ MODEL = SETUP + "model = keras.Sequential()\n"
 
 def is_optimizer_class(name: str | None) -> bool:
     """Return whether a full name is an optimizer of Keras."""
-    short = keras_name(name)
-    return (
-        short is not None
-        and short.startswith("optimizers.")
-        and (short.rpartition(".")[2] in OPTIMIZERS)
-    )
+    return bool(re.fullmatch(r"optimizers\.((?!schedules)\w+\.)*[A-Z]\w*", keras_name(name) or ""))
+
+
+def calls_of(script: Script, *names: str) -> Iterator[cst.Call]:
+    """Yield the calls of functions and classes of Keras, which are named as by `keras_name`."""
+    for call, name in script.named_calls():
+        if keras_name(name) in names:
+            yield call
 
 
 def optimizer_calls(script: Script) -> list[cst.Call]:
@@ -82,12 +85,8 @@ def is_model(script: Script, node: cst.CSTNode) -> bool:
     )
 
 
-def methods(script: Script, *names: str) -> list[tuple[cst.Call, cst.BaseExpression]]:
-    """Return the calls `x.name(…)`, and x."""
-    return [
-        (call, call.func.value)
-        for call in script.calls()
-        if isinstance(call.func, cst.Attribute)
-        and call.func.attr.value in names
-        and script.name_of(call.func) is None
-    ]
+def methods(script: Script, *names: str) -> Iterator[tuple[cst.Call, cst.BaseExpression, str]]:
+    """Yield (call, x, name) for the calls `x.name(…)`, where no import defines `x.name`."""
+    for call, function in script.methods(*names):
+        if script.name_of(function) is None:
+            yield call, function.value, function.attr.value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rule import Advice, Change, Findings, Rules
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import (
     MODEL,
@@ -13,7 +13,7 @@ from hvdkit.migrate.rules.keras_objects import (
     methods,
     optimizer_calls,
 )
-from hvdkit.migrate.script import Script, argument, imported_names, without_arguments
+from hvdkit.migrate.script import Script, argument, without_arguments
 
 #: Callbacks that set the learning rate in each epoch.
 _SCHEDULING = ("LearningRateWarmupCallback", "LearningRateScheduleCallback")
@@ -22,31 +22,20 @@ _SCHEDULING = ("LearningRateWarmupCallback", "LearningRateScheduleCallback")
 _SCHEDULES = (*_SCHEDULING, "ReduceLROnPlateau", "LearningRateScheduler")
 
 
-_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+RULES: Rules[Script] = Rules(SETUP)
+rule = RULES.add
 
 
 @rule(
     "The optimizers of Keras 3 have no `lr`.",
     before="keras.optimizers.SGD(lr=0.1)",
     after="keras.optimizers.SGD(learning_rate=0.1)",
-    setup=SETUP,
 )
-def lr_argument(self: Rule[Script], script: Script) -> None:
+def lr_argument(script: Script) -> Findings:
     for call in optimizer_calls(script):
-        if argument(call, "lr"):
-            script.edit(call, _rename_argument, "lr", "learning_rate")
-            script.change(self.name, call, self.reason)
-
-
-def _rename_argument(call: cst.Call, old: str, new: str) -> cst.Call:
-    return call.with_changes(
-        args=[
-            each.with_changes(keyword=cst.Name(new))
-            if each.keyword and each.keyword.value == old
-            else each
-            for each in call.args
-        ]
-    )
+        if given := argument(call, "lr"):
+            script.set(given, keyword=cst.Name("learning_rate"))
+            yield Change(call)
 
 
 @rule(
@@ -54,22 +43,20 @@ def _rename_argument(call: cst.Call, old: str, new: str) -> cst.Call:
     before="keras.optimizers.SGD(lr=0.1, decay=1e-4)",
     after="keras.optimizers.SGD("
     "learning_rate=keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1e-4))",
-    setup=SETUP,
 )
-def decay_argument(self: Rule[Script], script: Script) -> None:
+def decay_argument(script: Script) -> Findings:
     for call in optimizer_calls(script):
         decay = argument(call, "decay")
         if decay is None:
             continue
         if isinstance(decay.value, cst.Float | cst.Integer) and not decay.value.evaluated_value:
             script.edit(call, without_arguments, "decay")
-            script.change(self.name, call, "Keras 3 has no `decay`.")
+            yield Change(call, "Keras 3 has no `decay`.")
             continue
         keras = _keras_of(script)
         rate = argument(call, "lr") or argument(call, "learning_rate")
         if rate is None or keras is None or any(script.binds(name) for name in _SCHEDULES):
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 "Keras 3 ignores decay=: remove it, or set the learning rate with "
                 "keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay), which does not go "
@@ -77,32 +64,23 @@ def decay_argument(self: Rule[Script], script: Script) -> None:
             )
             continue
         schedule = f"{keras}.optimizers.schedules.InverseTimeDecay"
-        script.edit(call, _with_schedule, schedule)
-        script.change(self.name, call, self.reason)
+        yield script.edit(call, _with_schedule, schedule)
 
 
 def _with_schedule(call: cst.Call, name: str) -> cst.Call:
     decay, rate = argument(call, "decay"), argument(call, "learning_rate")
     assert decay is not None
     assert rate is not None
-    schedule = cst.Call(
-        func=cst.parse_expression(name),
-        args=[
-            cst.Arg(rate.value, comma=_COMMA),
-            cst.Arg(cst.Integer("1"), comma=_COMMA),
-            cst.Arg(decay.value),
-        ],
-    )
+    values = (rate.value, cst.Integer("1"), decay.value)
+    schedule = cst.Call(cst.parse_expression(name), [cst.Arg(each) for each in values])
     call = call.with_deep_changes(rate, value=schedule)
     return without_arguments(call, "decay")
 
 
 def _keras_of(script: Script) -> str | None:
     """Return the script's name for keras, if an import at the top level defines it."""
-    for node in script.all(cst.Import, cst.ImportFrom):
-        if script.parent(script.statement(node)) is not script.module:
-            continue
-        for full, alias in imported_names(node):
+    for node, full, alias in script.imported_names():
+        if script.parent(script.statement(node)) is script.module:
             name = alias.evaluated_alias or alias.evaluated_name
             if full in ("keras", "tensorflow.keras"):
                 return name
@@ -117,19 +95,17 @@ def _keras_of(script: Script) -> str | None:
     after="opt = keras.optimizers.SGD(0.1)\nhvd.broadcast_variables(opt.variables, root_rank=0)",
     setup="import keras\nimport hvdkit.tensorflow as hvd\n",
 )
-def optimizer_variables(self: Rule[Script], script: Script) -> None:
+def optimizer_variables(script: Script) -> Findings:
     if not script.imports("keras", "tensorflow"):
         return
-    for call, owner in methods(script, "variables"):
+    for call, owner, _ in methods(script, "variables"):
         if call.args:
             continue
         if is_optimizer(script, owner):
-            script.edit(call, lambda each: each.func)
-            script.change(self.name, call, self.reason)
+            yield script.edit(call, lambda each: each.func)
         else:
             code = script.source(owner)
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 f"if {code} is an optimizer of Keras, write {code}.variables without parentheses",
             )
@@ -141,13 +117,12 @@ def optimizer_variables(self: Rule[Script], script: Script) -> None:
     after="model.optimizer.learning_rate = 0.01",
     setup=MODEL,
 )
-def lr_attribute(self: Rule[Script], script: Script) -> None:
+def lr_attribute(script: Script) -> Findings:
     if not script.imports("keras", "tensorflow"):
         return
     for node in script.attributes():
         if node.attr.value == "lr" and is_optimizer(script, node.value):
-            script.set(node, attr=cst.Name("learning_rate"))
-            script.change(self.name, node, self.reason)
+            yield script.set(node, attr=cst.Name("learning_rate"))
 
 
 @rule(
@@ -156,7 +131,7 @@ def lr_attribute(self: Rule[Script], script: Script) -> None:
     after="model.optimizer.learning_rate = 0.01",
     setup=MODEL + "from keras import backend as K\n",
 )
-def set_value(self: Rule[Script], script: Script) -> None:
+def set_value(script: Script) -> Findings:
     for call in script.calls():
         name = keras_name(script.name_of(call.func))
         if name not in ("backend.set_value", "backend.get_value"):
@@ -169,13 +144,12 @@ def set_value(self: Rule[Script], script: Script) -> None:
         )
         if is_rate and name.endswith("get_value") and len(call.args) == 1:
             script.set(call, func=cst.Name("float"))
-            script.change(self.name, call, "Keras 3 has no K.get_value.")
+            yield Change(call, "Keras 3 has no K.get_value.")
         elif is_rate and len(call.args) == 2 and script.is_statement(call):
             script.edit(script.parent(call), lambda each: _assignment(each.value))
-            script.change(self.name, call, self.reason)
+            yield Change(call)
         else:
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 "Keras 3 has no K.get_value and K.set_value: use "
                 "keras.ops.convert_to_numpy(variable) and variable.assign(value)",
@@ -192,14 +166,12 @@ def _assignment(call: cst.Call) -> cst.Assign:
     "The method of Keras 3 does not have this argument.",
     before="opt.apply_gradients(pairs, experimental_aggregate_gradients=False)",
     after="opt.apply_gradients(pairs)",
-    setup=SETUP,
 )
-def apply_gradients(self: Rule[Script], script: Script) -> None:
-    for call, _ in methods(script, "apply_gradients"):
+def apply_gradients(script: Script) -> Findings:
+    for call, _, _ in methods(script, "apply_gradients"):
         given = [name for name in _APPLY if argument(call, name)]
         if given and script.imports("keras", "tensorflow"):
-            script.edit(call, without_arguments, *_APPLY)
-            script.change(self.name, call, self.reason)
+            yield script.edit(call, without_arguments, *_APPLY)
 
 
 _APPLY = ("experimental_aggregate_gradients", "skip_gradients_aggregation")
@@ -208,16 +180,13 @@ _APPLY = ("experimental_aggregate_gradients", "skip_gradients_aggregation")
 @rule(
     "The optimizers of Keras 3 do not have this method.",
     before="opt = keras.optimizers.SGD(0.1)\nopt.minimize(loss, variables)",
-    setup=SETUP,
 )
-def optimizer_methods(self: Rule[Script], script: Script) -> None:
-    for call, owner in methods(script, *_REMOVED_METHODS):
-        assert isinstance(call.func, cst.Attribute)
-        name = call.func.attr.value
+def optimizer_methods(script: Script) -> Findings:
+    for call, owner, name in methods(script, *_REMOVED_METHODS):
         # Only the optimizers of Keras have methods of these two names.
         is_certain = name in ("get_scaled_loss", "get_unscaled_gradients")
         if is_optimizer(script, owner) or (is_certain and script.imports("keras", "tensorflow")):
-            script.advise(self.name, call, f"Keras 3 has no {name}: {_REMOVED_METHODS[name]}")
+            yield Advice(call, f"Keras 3 has no {name}: {_REMOVED_METHODS[name]}")
 
 
 _REMOVED_METHODS = {
@@ -231,14 +200,3 @@ _REMOVED_METHODS = {
     "get_scaled_loss": "use scale_loss(loss)",
     "get_unscaled_gradients": "omit it, because apply_gradients divides by the scale",
 }
-
-
-RULES = (
-    lr_argument,
-    decay_argument,
-    optimizer_variables,
-    lr_attribute,
-    set_value,
-    apply_gradients,
-    optimizer_methods,
-)

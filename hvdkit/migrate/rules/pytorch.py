@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
-from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import Script, argument, imported_names, without_arguments
+from hvdkit.migrate.rule import Advice, Change, Findings, Rules
+from hvdkit.migrate.script import Script, argument, named, with_argument, without_arguments
 
 _SETUP = "import torch\nimport torch.nn.functional as F\nimport hvdkit.torch as hvd\n"
 _LOSS = re.compile(
@@ -16,16 +17,17 @@ _LOSS = re.compile(
     r"|torch\.nn\.(modules\.loss\.)?\w+Loss"
 )
 
+RULES: Rules[Script] = Rules(_SETUP)
+rule = RULES.add
+
 
 @rule(
     "A loss has no dimensions, and so no element 0.",
     before="loss = F.cross_entropy(output, target)\nprint(loss.data[0])",
     after="loss = F.cross_entropy(output, target)\nprint(loss.item())",
-    setup=_SETUP,
 )
-def loss_value(self: Rule[Script], script: Script) -> None:
+def loss_value(script: Script) -> Findings:
     for node in script.all(cst.Subscript):
-        assert isinstance(node, cst.Subscript)
         data = node.value
         if script.source(node)[-3:] != "[0]" or not isinstance(data, cst.Attribute):
             continue
@@ -34,11 +36,10 @@ def loss_value(self: Rule[Script], script: Script) -> None:
         if _is_loss(script, data.value):
             if isinstance(script.parent(node), cst.Attribute):
                 continue
-            script.edit(node, _item)
-            script.change(self.name, node, self.reason)
+            yield script.edit(node, _item)
         elif re.search(r"loss", script.source(data.value), re.I):
             code = script.source(data.value)
-            script.advise(self.name, node, f"if {code} is one number, write {code}.item()")
+            yield Advice(node, f"if {code} is one number, write {code}.item()")
 
 
 def _item(node: cst.Subscript) -> cst.Call:
@@ -49,27 +50,22 @@ def _item(node: cst.Subscript) -> cst.Call:
 def _is_loss(script: Script, node: cst.CSTNode) -> bool:
     """Return whether all values of a name come from loss functions that return one number."""
     for value in script.values_of(node) or (node,):
-        if not isinstance(value, cst.Call):
-            return False
-        if any(argument(value, name) for name in ("reduce", "reduction")):
-            return False
-        name = script.name_of(value.func)
-        if name is None:
+        calls: Sequence[cst.CSTNode] = [value]
+        if isinstance(value, cst.Call) and script.name_of(value.func) is None:
             # `criterion(output, target)`, where criterion = nn.CrossEntropyLoss()
-            made = script.made_by(value.func) or [""]
-            if not all(_LOSS.fullmatch(each) for each in made):
+            calls = script.values_of(value.func) or [cst.Name("unknown")]
+            if _has_reduction(value):
                 return False
-            makers = script.values_of(value.func) or []
-            if any(
-                argument(each, name)
-                for each in makers
-                if isinstance(each, cst.Call)
-                for name in ("reduce", "reduction")
-            ):
+        for call in calls:
+            if not isinstance(call, cst.Call) or _has_reduction(call):
                 return False
-        elif not _LOSS.fullmatch(name):
-            return False
+            if not _LOSS.fullmatch(script.name_of(call.func) or ""):
+                return False
     return True
+
+
+def _has_reduction(call: cst.Call) -> bool:
+    return any(argument(call, name) for name in ("reduce", "reduction"))
 
 
 @rule(
@@ -77,42 +73,34 @@ def _is_loss(script: Script, node: cst.CSTNode) -> bool:
     before="inputs = Variable(inputs, volatile=True)",
     setup=_SETUP + "from torch.autograd import Variable\n",
 )
-def volatile(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        name = script.name_of(call.func) or ""
+def volatile(script: Script) -> Findings:
+    for call, name in script.named_calls():
         if name.startswith("torch.autograd") and argument(call, "volatile"):
-            script.advise(
-                self.name, call, "remove volatile=, and evaluate in a block of torch.no_grad()"
-            )
+            yield Advice(call, "remove volatile=, and evaluate in a block of torch.no_grad()")
 
 
 @rule(
     "view() raises an error, because the rows of a transposed tensor are not contiguous.",
     before="correct_k = correct[:k].view(-1).float().sum(0)",
     after="correct_k = correct[:k].reshape(-1).float().sum(0)",
-    setup=_SETUP,
 )
-def flat_view(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        function = call.func
-        if not isinstance(function, cst.Attribute) or function.attr.value != "view":
-            continue
+def flat_view(script: Script) -> Findings:
+    for call, _ in script.methods("view"):
         if not re.fullmatch(r"\w*correct\w*\[\s*:\s*\w+\]\.view\(-1\)", script.source(call)):
             continue
         script.edit(
             call,
             lambda each: each.with_deep_changes(each.func, attr=cst.Name("reshape")),
         )
-        script.change(self.name, call, self.reason)
+        yield Change(call)
 
 
 @rule(
     "In Python 3, iterators have no method next().",
     before="batches = iter(loader)\nx = batches.next()",
     after="batches = iter(loader)\nx = next(batches)",
-    setup=_SETUP,
 )
-def next_method(self: Rule[Script], script: Script) -> None:
+def next_method(script: Script) -> Findings:
     for call in script.calls():
         function = call.func
         if not isinstance(function, cst.Attribute) or function.attr.value != "next" or call.args:
@@ -121,36 +109,32 @@ def next_method(self: Rule[Script], script: Script) -> None:
         if all(
             isinstance(each, cst.Call) and script.dotted(each.func) == "iter" for each in values
         ):
-            script.edit(call, lambda each: cst.Call(cst.Name("next"), [cst.Arg(each.func.value)]))
-            script.change(self.name, call, self.reason)
+            yield script.edit(
+                call, lambda each: cst.Call(cst.Name("next"), [cst.Arg(each.func.value)])
+            )
         elif any(name.endswith(".ImageDataGenerator") for name in script.imported):
             code = script.source(function.value)
-            script.advise(self.name, call, f"if {code} is an iterator, write next({code})")
+            yield Advice(call, f"if {code} is an iterator, write next({code})")
 
 
 @rule(
     "The schedulers of PyTorch no longer have the argument `verbose`.",
     before="torch.optim.lr_scheduler.StepLR(optimizer, 30, verbose=True)",
     after="torch.optim.lr_scheduler.StepLR(optimizer, 30)",
-    setup=_SETUP,
 )
-def scheduler_verbose(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        name = script.name_of(call.func) or ""
+def scheduler_verbose(script: Script) -> Findings:
+    for call, name in script.named_calls():
         if name.startswith("torch.optim.lr_scheduler.") and argument(call, "verbose"):
-            script.edit(call, without_arguments, "verbose")
-            script.change(self.name, call, self.reason)
+            yield script.edit(call, without_arguments, "verbose")
 
 
 @rule(
     "PyTorch has removed torch.symeig. torch.linalg.eigh returns the same.",
     before="values, vectors = torch.symeig(x, eigenvectors=True)",
     after='values, vectors = torch.linalg.eigh(x, UPLO="U")',
-    setup=_SETUP,
 )
-def linear_algebra(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        name = script.name_of(call.func) or ""
+def linear_algebra(script: Script) -> Findings:
+    for call, name in script.named_calls():
         if name not in _REMOVED or not isinstance(call.func, cst.Attribute):
             continue
         vectors = argument(call, "eigenvectors")
@@ -161,12 +145,10 @@ def linear_algebra(self: Rule[Script], script: Script) -> None:
             and script.source(vectors.value) == "True"
         ):
             new = cst.parse_expression(f"{script.source(call.func.value)}.linalg.eigh")
-            upper = cst.parse_expression('f(UPLO="U")')
-            assert isinstance(upper, cst.Call)
-            script.set(call, func=new, args=[call.args[0], upper.args[0]])
-            script.change(self.name, call, self.reason)
+            upper = named(cst.Arg(cst.SimpleString('"U"')), "UPLO")
+            yield script.set(call, func=new, args=[call.args[0], upper])
         else:
-            script.advise(self.name, call, f"PyTorch has removed {name}: use {_REMOVED[name]}")
+            yield Advice(call, f"PyTorch has removed {name}: use {_REMOVED[name]}")
 
 
 #: Functions that PyTorch has removed -> what to use.
@@ -188,16 +170,13 @@ _TRANSFORMS = {"Scale": "Resize", "RandomSizedCrop": "RandomResizedCrop"}
     after="transforms.Resize(256)",
     setup=_SETUP + "from torchvision import transforms\n",
 )
-def transforms(self: Rule[Script], script: Script) -> None:
-    for attribute in script.attributes():
-        name = script.name_of(attribute) or ""
+def transforms(script: Script) -> Findings:
+    for attribute, name in script.uses():
         old = name.removeprefix("torchvision.transforms.")
         if name != old and old in _TRANSFORMS and attribute.attr.value == old:
             new = cst.Name(_TRANSFORMS[old])
-            script.set(attribute, attr=new)
-            script.change(self.name, attribute, self.reason)
+            yield script.set(attribute, attr=new)
     for node in script.all(cst.ImportFrom):
-        assert isinstance(node, cst.ImportFrom)
         if node.module is None or script.dotted(node.module) != "torchvision.transforms":
             continue
         for alias in node.names if not isinstance(node.names, cst.ImportStar) else ():
@@ -205,7 +184,7 @@ def transforms(self: Rule[Script], script: Script) -> None:
             if old in _TRANSFORMS:
                 new = cst.Name(_TRANSFORMS[old])
                 script.set(alias, name=new, asname=alias.asname or cst.AsName(cst.Name(old)))
-                script.change(self.name, node, self.reason)
+                yield Change(node)
 
 
 #: Names that NumPy has removed -> what they were.
@@ -229,17 +208,15 @@ _NUMPY = {
     after="x = np.zeros(3, float)",
     setup=_SETUP + "import numpy as np\n",
 )
-def numpy_names(self: Rule[Script], script: Script) -> None:
-    for attribute in script.attributes():
-        name = script.name_of(attribute) or ""
+def numpy_names(script: Script) -> Findings:
+    for attribute, name in script.uses():
         old = name.removeprefix("numpy.")
         if name == old or old not in _NUMPY or script.dotted(attribute) is None:
             continue
         new = _NUMPY[old].replace("np.", script.source(attribute.value) + ".")
         if "." not in new and _is_bound(script, new):
             continue
-        script.put(attribute, cst.parse_expression(new))
-        script.change(self.name, attribute, self.reason)
+        yield script.put(attribute, cst.parse_expression(new))
 
 
 def _is_bound(script: Script, name: str) -> bool:
@@ -254,11 +231,9 @@ def _is_bound(script: Script, name: str) -> bool:
     "Python 3.12 has no distutils.",
     before="from distutils.version import LooseVersion",
     after="from packaging.version import parse as LooseVersion",
-    setup=_SETUP,
 )
-def loose_version(self: Rule[Script], script: Script) -> None:
+def loose_version(script: Script) -> Findings:
     for node in script.all(cst.ImportFrom):
-        assert isinstance(node, cst.ImportFrom)
         if node.module is None or script.dotted(node.module) != "distutils.version":
             continue
         if isinstance(node.names, cst.ImportStar) or len(node.names) != 1:
@@ -275,24 +250,21 @@ def loose_version(self: Rule[Script], script: Script) -> None:
             for access in binding.references
         ]
         if not all(isinstance(script.parent(each), cst.Call) for each in uses):
-            script.advise(self.name, node, "Python 3.12 has no distutils: use packaging.version")
+            yield Advice(node, "Python 3.12 has no distutils: use packaging.version")
             continue
         new = alias.with_changes(name=cst.Name("parse"), asname=cst.AsName(cst.Name(name)))
         target = cst.parse_expression("packaging.version")
-        script.set(node, module=target, names=[new])
-        script.change(self.name, node, self.reason)
+        yield script.set(node, module=target, names=[new])
 
 
 @rule(
     "Python 3.12 has no distutils.",
     before="import distutils.util",
-    setup=_SETUP,
 )
-def distutils(self: Rule[Script], script: Script) -> None:
-    for node in script.all(cst.Import, cst.ImportFrom):
-        for name, _ in imported_names(node):
-            if re.match(r"distutils\b(?!\.version)", name):
-                script.advise(self.name, node, f"Python 3.12 has no {name}: replace it")
+def distutils(script: Script) -> Findings:
+    for node, name, _ in script.imported_names():
+        if re.match(r"distutils\b(?!\.version)", name):
+            yield Advice(node, f"Python 3.12 has no {name}: replace it")
 
 
 @rule(
@@ -300,30 +272,22 @@ def distutils(self: Rule[Script], script: Script) -> None:
     before="from transformers import AdamW, BertConfig\nAdamW(model.parameters(), lr=1e-4)",
     after="from transformers import BertConfig\nfrom torch.optim import AdamW\n"
     "AdamW(model.parameters(), lr=1e-4, eps=1e-6, weight_decay=0.0)",
-    setup=_SETUP,
 )
-def adamw(self: Rule[Script], script: Script) -> None:
-    calls = [each for each in script.calls() if script.name_of(each.func) == _ADAMW]
-    uses = [
-        each
-        for each in script.all(cst.Name, cst.Attribute)
-        if script.name_of(each) == _ADAMW and not script.enclosing(each, cst.ImportFrom)
-    ]
+def adamw(script: Script) -> Findings:
+    calls = [call for call, name in script.named_calls() if name == _ADAMW]
+    uses = [node for node, name in script.uses(cst.Name, cst.Attribute) if name == _ADAMW]
     imports = [
         (node, alias)
-        for node in script.all(cst.ImportFrom)
-        for name, alias in imported_names(node)
+        for node, name, alias in script.imported_names(cst.ImportFrom)
         if name == _ADAMW
     ]
     plain = all(isinstance(each.func, cst.Name) and _is_clear(each) for each in calls)
     if len(imports) != 1 or len(uses) != len(calls) or not plain:
         for each in uses or [node for node, _ in imports]:
             text = "transformers 5 has no AdamW: use torch.optim.AdamW(…, eps=1e-6, weight_decay=0)"
-            script.advise(self.name, each, text)
+            yield Advice(each, text)
         return
     ((node, alias),) = imports
-    assert isinstance(node, cst.ImportFrom)
-    assert not isinstance(node.names, cst.ImportStar)
     if len(node.names) == 1:
         script.set(node, module=cst.parse_expression("torch.optim"))
     else:
@@ -331,7 +295,7 @@ def adamw(self: Rule[Script], script: Script) -> None:
         kept[-1] = kept[-1].with_changes(comma=node.names[-1].comma)
         script.set(node, names=kept)
         script.need_import(f"from torch.optim import {script.source(alias).rstrip(', ')}")
-    script.change(self.name, node, self.reason)
+    yield Change(node)
     for call in calls:
         script.edit(call, _with_defaults)
 
@@ -351,37 +315,7 @@ def _is_clear(call: cst.Call) -> bool:
 
 
 def _with_defaults(call: cst.Call) -> cst.Call:
-    args = list(call.args)
-    last = args[-1]
     for name, value in (("eps", "1e-6"), ("weight_decay", "0.0")):
         if argument(call, name) is None:
-            equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            args[-1] = args[-1].with_changes(
-                comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
-                whitespace_after_arg=cst.SimpleWhitespace(""),
-            )
-            args.append(
-                cst.Arg(
-                    keyword=cst.Name(name),
-                    value=cst.parse_expression(value),
-                    equal=equal,
-                    comma=last.comma,
-                    whitespace_after_arg=last.whitespace_after_arg,
-                )
-            )
-    return call.with_changes(args=args)
-
-
-RULES = (
-    loss_value,
-    volatile,
-    flat_view,
-    next_method,
-    scheduler_verbose,
-    linear_algebra,
-    transforms,
-    numpy_names,
-    loose_version,
-    distutils,
-    adamw,
-)
+            call = with_argument(call, name, cst.Float(value))
+    return call

@@ -6,8 +6,8 @@ import re
 
 import libcst as cst
 
-from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import Script, imported_names
+from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules, lower
+from hvdkit.migrate.script import Script
 
 _SETUP = "import tensorflow as tf\nfrom keras import backend as K\nimport hvdkit.keras as hvd\n"
 _CONFIG = re.compile(r"tensorflow\.(compat\.v1\.)?ConfigProto")
@@ -16,6 +16,9 @@ _SET_SESSION = re.compile(
     r"(tensorflow\.(python\.)?keras|keras|tensorflow\.compat\.v1\.keras)"
     r"\.backend\.(tensorflow_backend\.)?set_session"
 )
+
+RULES: Rules[Script] = Rules(_SETUP)
+rule = RULES.add
 
 
 @rule(
@@ -26,15 +29,14 @@ _SET_SESSION = re.compile(
     "K.set_session(tf.Session(config=config))",
     after='for gpu in tf.config.list_physical_devices("GPU"):\n'
     "    tf.config.experimental.set_memory_growth(gpu, True)",
-    setup=_SETUP,
 )
-def pinned_gpu(self: Rule[Script], script: Script) -> None:
+def pinned_gpu(script: Script) -> Findings:
     for node in script.all(cst.Module, cst.IndentedBlock):
         body = [each for each in getattr(node, "body", ()) if isinstance(each, cst.CSTNode)]
         for i, line in enumerate(body):
             config = _assigned_config(script, line)
             if config:
-                _pinned(self, script, body[i:], config)
+                yield from _pinned(script, body[i:], config)
 
 
 def _assigned_config(script: Script, line: cst.CSTNode) -> str:
@@ -54,7 +56,7 @@ def _only(line: cst.CSTNode) -> cst.CSTNode | None:
     return None
 
 
-def _pinned(self: Rule[Script], script: Script, lines: list[cst.CSTNode], config: str) -> None:
+def _pinned(script: Script, lines: list[cst.CSTNode], config: str) -> Findings:
     """Replace the lines from `config = …` to `set_session`, if all are understood."""
     grows, used = False, [lines[0]]
     for line in lines[1:]:
@@ -73,14 +75,10 @@ def _pinned(self: Rule[Script], script: Script, lines: list[cst.CSTNode], config
             return
     else:
         return
-    uses = [
-        each
-        for each in script.all(cst.Name)
-        if script.source(each) == config and not _is_keyword(script, each)
-    ]
+    uses = list(script.variables(config))
     if len(uses) != len(used) or "tensorflow" not in script.imported or _tf(script) is None:
         return
-    script.change(self.name, lines[0], self.reason)
+    yield Change(lines[0])
     new = cst.parse_statement(
         f'for gpu in {_tf(script)}.config.list_physical_devices("GPU"):\n'
         f"    {_tf(script)}.config.experimental.set_memory_growth(gpu, True)\n"
@@ -97,13 +95,6 @@ def _pinned(self: Rule[Script], script: Script, lines: list[cst.CSTNode], config
         script.remove(line)
 
 
-def _is_keyword(script: Script, name: cst.CSTNode) -> bool:
-    where = script.parent(name)
-    return (isinstance(where, cst.Arg) and where.keyword is name) or (
-        isinstance(where, cst.Attribute) and where.attr is name
-    )
-
-
 def _renamed(line: cst.CSTNode, loop: cst.CSTNode) -> cst.CSTNode:
     code = cst.Module([loop]).code.replace("(gpu,", "(device,")  # type: ignore[list-item]
     return cst.parse_statement(code).with_changes(leading_lines=line.leading_lines)  # type: ignore[attr-defined]
@@ -111,11 +102,9 @@ def _renamed(line: cst.CSTNode, loop: cst.CSTNode) -> cst.CSTNode:
 
 def _tf(script: Script) -> str | None:
     """Return the script's name for tensorflow."""
-    for node in script.all(cst.Import):
-        assert isinstance(node, cst.Import)
-        for alias in node.names:
-            if script.dotted(alias.name) == "tensorflow":
-                return alias.evaluated_alias or "tensorflow"
+    for _, name, alias in script.imported_names(cst.Import):
+        if name == "tensorflow":
+            return alias.evaluated_alias or name
     return None
 
 
@@ -180,47 +169,31 @@ _KERAS_GRAPH = re.compile(r"keras\.backend\.(tensorflow_backend\.)?(set_session|
     "TensorFlow 2 has the name in tf.compat.v1.",
     before="tf.set_random_seed(1)",
     after="tf.compat.v1.set_random_seed(1)",
-    setup=_SETUP,
 )
-def compatible_names(self: Rule[Script], script: Script) -> None:
-    for attribute in script.attributes():
-        name = script.name_of(attribute) or ""
-        if name.removeprefix("tensorflow.") not in _COMPATIBLE or name.startswith(
-            "tensorflow.compat"
-        ):
-            continue
+def compatible_names(script: Script) -> Findings:
+    for attribute, name in script.uses():
         short = name.removeprefix("tensorflow.")
-        if short == name or script.dotted(attribute) != f"{_tf(script)}.{short}":
-            continue
-        new = cst.parse_expression(f"{_tf(script)}.compat.v1.{short}")
-        script.put(attribute, new)
-        script.change(self.name, attribute, self.reason)
+        if short in _COMPATIBLE and script.dotted(attribute) == f"{_tf(script)}.{short}":
+            yield script.put(attribute, cst.parse_expression(f"{_tf(script)}.compat.v1.{short}"))
 
 
 @rule(
     "TensorFlow 2 has no placeholders and sessions. hvdkit needs eager execution.",
     before="x = tf.placeholder(tf.float32)",
-    setup=_SETUP,
 )
-def graphs(self: Rule[Script], script: Script) -> None:
+def graphs(script: Script) -> Findings:
     pinned = {each.line for each in script.changes if each.rule == pinned_gpu.name}
     seen = set()
-    for node in script.all(cst.Attribute, cst.Name):
-        name = script.name_of(node) or ""
-        if isinstance(script.parent(node), cst.Attribute) and _is_graph(
-            script.name_of(script.parent(node)) or ""
-        ):
+    for node, name in script.uses(cst.Attribute, cst.Name):
+        outer = script.parent(node)
+        if isinstance(outer, cst.Attribute) and _is_graph(script.name_of(outer) or ""):
             continue
-        if (
-            not _is_graph(name)
-            or name in seen
-            or script.enclosing(node, cst.Import, cst.ImportFrom)
-        ):
+        if not _is_graph(name) or name in seen:
             continue
         if pinned and re.search(r"ConfigProto|Session|set_session", name):
             continue
         seen.add(name)
-        script.advise(self.name, node, f"{name} is TensorFlow 1: {_replacement(name)}")
+        yield Advice(node, f"{name} is TensorFlow 1: {_replacement(name)}")
 
 
 def _replacement(name: str) -> str:
@@ -245,31 +218,22 @@ def _is_graph(name: str) -> bool:
 @rule(
     "In TensorFlow 2, a data set needs no iterator: `for batch in dataset`.",
     before="iterator = dataset.make_one_shot_iterator()",
-    setup=_SETUP,
 )
-def dataset_iterators(self: Rule[Script], script: Script) -> None:
-    for call in script.calls():
-        function = call.func
-        if isinstance(function, cst.Attribute) and function.attr.value in (
-            "make_one_shot_iterator",
-            "make_initializable_iterator",
-        ):
-            script.advise(self.name, call, "iterate over the data set, or call iter(dataset)")
+def dataset_iterators(script: Script) -> Findings:
+    for call, _ in script.methods("make_one_shot_iterator", "make_initializable_iterator"):
+        yield Advice(call, "iterate over the data set, or call iter(dataset)")
 
 
 @rule(
     "The tensors of tf.py_function have no shape, but fit of Keras 3 needs one.",
     before="dataset.map(lambda i: tf.py_function(read, [i], tf.float32))",
-    setup=_SETUP,
 )
-def py_functions(self: Rule[Script], script: Script) -> None:
+def py_functions(script: Script) -> Findings:
     if any(each.attr.value in ("set_shape", "ensure_shape") for each in script.attributes()):
         return
-    for call in script.calls():
-        name = script.name_of(call.func) or ""
+    for call, name in script.named_calls():
         if name in ("tensorflow.py_function", "tensorflow.numpy_function"):
-            script.advise(
-                self.name,
+            yield Advice(
                 call,
                 "if fit reads this data set, give the tensors a shape with tf.ensure_shape, "
                 "because Keras 3 needs their number of dimensions",
@@ -291,14 +255,9 @@ _REMOVED_MODULES = {
 @rule(
     "A private module of TensorFlow may move or disappear in any version.",
     before="from tensorflow.python.training.tracking import base",
-    setup=_SETUP,
 )
-def private_modules(self: Rule[Script], script: Script) -> None:
-    found: list[tuple[cst.CSTNode, str]] = [
-        (node, name)
-        for node in script.all(cst.Import, cst.ImportFrom)
-        for name, _ in imported_names(node)
-    ]
+def private_modules(script: Script) -> Findings:
+    found = [(node, name) for node, name, _ in script.imported_names()]
     found += [
         (node, script.name_of(node) or "")
         for node in script.attributes()
@@ -310,11 +269,10 @@ def private_modules(self: Rule[Script], script: Script) -> None:
             continue
         module = next((each for each in _REMOVED_MODULES if _is_in(name, each)), None)
         if module is None:
-            text = f"{name} is private: {self.reason[0].lower()}{self.reason[1:]}"
-            script.note(self.name, node, text.removesuffix("."))
+            yield Note(node, f"{name} is private: {lower(private_modules.reason)}")
         elif not _is_for_tensorflow_1(script, node):
             text = f"TensorFlow has no module {module}: {_REMOVED_MODULES[module]}"
-            script.advise(self.name, node, text)
+            yield Advice(node, text)
 
 
 def _is_for_tensorflow_1(script: Script, node: cst.CSTNode) -> bool:
@@ -326,13 +284,3 @@ def _is_for_tensorflow_1(script: Script, node: cst.CSTNode) -> bool:
 
 def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
-
-
-RULES = (
-    pinned_gpu,
-    compatible_names,
-    graphs,
-    dataset_iterators,
-    py_functions,
-    private_modules,
-)

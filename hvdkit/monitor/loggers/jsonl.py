@@ -77,45 +77,20 @@ class JSONLLogger(Logger):
 
     def begin(self, run: Run) -> None:
         """Write a line of type "start"."""
-        self._write(
-            {
-                "type": "start",
-                "version": VERSION,
-                "step": run.step,
-                "time": run.time,
-                "ranks": list(run.ranks),
-                "every": run.every,
-                "host": run.host,
-                "framework": run.framework,
-                "wire_formats": list(run.wire_formats),
-                "hvdkit": run.hvdkit,
-                "units": {name: metric.unit for name, metric in METRICS.items()},
-            }
-        )
+        units = {name: metric.unit for name, metric in METRICS.items()}
+        line = {"type": "start", "version": VERSION, **vars(run), "units": units}
+        self._write(line | {"ranks": list(run.ranks), "wire_formats": list(run.wire_formats)})
 
     def log(self, record: Record) -> None:
         """Write a line of type "record"."""
-        slowest = record.slowest
-        self._write(
-            {
-                "type": "record",
-                "step": record.step,
-                "steps": record.steps,
-                "time": record.time,
-                "samples": record.samples,
-                "ranks": list(record.ranks),
-                "slowest": slowest
-                and {
-                    "rank": slowest.rank,
-                    "seconds": _rounded(slowest.seconds),
-                    "median": _rounded(slowest.median),
-                    "section": slowest.section,
-                },
-                "metrics": {
-                    name: _statistic(each, record) for name, each in sorted(record.metrics.items())
-                },
-            }
-        )
+        line: dict[str, Any] = {"type": "record", **vars(record), "ranks": list(record.ranks)}
+        if slowest := record.slowest:
+            times = {name: _rounded(getattr(slowest, name)) for name in ("seconds", "median")}
+            line["slowest"] = vars(slowest) | times
+        line["metrics"] = {
+            name: _statistic(each, record) for name, each in sorted(record.metrics.items())
+        }
+        self._write(line)
 
     def close(self) -> None:
         """Close the file."""

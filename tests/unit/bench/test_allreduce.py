@@ -235,18 +235,3 @@ def test_a_picture(tmp_path):
     done = bench(*GLOO, "--sizes", "1KiB..64KiBx4", "--turns", "2", "--plot", str(path))
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
-def test_idle_jobs_may_run(tmp_path):
-    done = bench(
-        "allreduce",
-        "--variants",
-        "hvdkit-gloo,torch-gloo",
-        "--sizes",
-        "1KiB",
-        "--turns",
-        "2",
-        "--keep-running",
-    )
-    assert done.returncode == 0, done.stderr

@@ -39,6 +39,7 @@ def _tests_are_found(monkeypatch):
 def job(tmp_path):
     made = job_of(tmp_path)
     made.start()
+    made.resume()
     yield made
     made.close()
 
@@ -61,8 +62,8 @@ def test_ranks_answer_in_the_order_of_ranks(job):
 
 
 def test_ranks_are_stopped_between_their_turns(job):
-    ranks = [psutil.Process(answer["pid"]) for answer in job.ask("sum", number=0)]
-    job.pause()
+    with job.turn():
+        ranks = [psutil.Process(answer["pid"]) for answer in job.ask("sum", number=0)]
     wait_until(lambda: all(rank.status() == psutil.STATUS_STOPPED for rank in ranks))
     job.resume()
     job.ask("sum", number=0)
@@ -76,7 +77,6 @@ def test_jobs_work_in_turns(tmp_path):
     try:
         for each in jobs:
             each.start()
-            each.pause()
         found = list(in_turns(jobs, 3, lambda j: j.ask("sum", number=1)[0]["count"]))
         assert sorted((turn, j.name, count) for turn, j, count in found) == [
             (turn, name, turn + 1) for turn in range(3) for name in ("one", "two")
@@ -96,8 +96,8 @@ def test_the_output_of_a_rank_that_ends_is_in_the_error(job):
 
 
 def test_a_rank_that_is_killed_while_it_is_stopped(job):
-    pid = job.ask("sum", number=0)[1]["pid"]
-    job.pause()
+    with job.turn():
+        pid = job.ask("sum", number=0)[1]["pid"]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(HvdkitError, match="rank 1 .killed by signal 9"):  # noqa: PT012
         job.resume()
@@ -119,7 +119,7 @@ def test_no_rank_outlives_a_runner_that_is_killed(tmp_path, stopped):
     code = (
         "import pathlib, sys, time; from tests.unit.bench.test_jobs import job_of;"
         f"job = job_of(pathlib.Path({str(tmp_path)!r})); job.start();"
-        f"job.pause() if {stopped} else None; print('ready', flush=True); time.sleep(60)"
+        f"None if {stopped} else job.resume(); print('ready', flush=True); time.sleep(60)"
     )
     runner = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -1,7 +1,9 @@
 """`hvdkit bench step` with real ranks."""
 
 import json
+import os
 import signal
+import sys
 
 import pytest
 
@@ -9,8 +11,9 @@ from hvdkit.bench.step import table
 from hvdkit.bench.step.command import check_consistency
 from hvdkit.bench.step.variants import Variant
 from hvdkit.errors import HvdkitError
-from tests.ranks.rank_pool import Configuration, skip_where_unsupported
-from tests.unit.bench.commands import bench, processes, start
+from tests.ranks.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
+from tests.unit.bench.commands import ENVIRONMENT, bench, processes, start
+from tests.unit.launch.commands import execute
 
 SMALL = ("step", "-np", "2", "--model", "many-small", "--turns", "2")
 
@@ -104,7 +107,6 @@ def test_variants_that_compute_other_gradients_are_an_error():
         (["--variants", "before-gloo-fp32"], "--before is not given"),
         (["--variants", "stock-gloo-fp32"], "--stock is not given"),
         (["--part", "backward", "--framework", "keras"], "--part is backward with"),
-        (["--probe", "memory", "-H", "localhost:2"], "--probe needs --framework torch"),
         (["--json", "/gone/run.json"], "no file can be written to /gone"),
     ],
 )
@@ -184,11 +186,12 @@ def test_tensorflow_and_keras(framework, model, names):
 @pytest.mark.long
 @pytest.mark.parametrize("probe", ["python-cost", "memory", "checks"])
 def test_probes(probe):
-    done = bench("step", "--probe", probe, "--variants", "hvdkit-gloo-fp32,ddp-gloo-fp32")
+    names = "hvdkit-gloo-fp32" if probe == "checks" else "hvdkit-gloo-fp32,ddp-gloo-fp32"
+    script = REPOSITORY / "scripts" / "bench_costs"
+    command = [sys.executable, str(script), probe, "--variants", names]
+    done = execute(command, env=os.environ | ENVIRONMENT, cwd=REPOSITORY, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "hvdkit-gloo-fp32, 2" in done.stdout
-    # DDP has no such checks.
-    assert ("ddp-gloo-fp32, 2" in done.stdout) == (probe != "checks")
+    assert all(f"{name}, 2" in done.stdout for name in names.split(","))
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rehearsal
-from hvdkit.bench import link
+from hvdkit.bench import namespaces
 from tests.ranks.rank_pool import Configuration, skip_where_unsupported
 
 RATE = "500Mbit/s"
@@ -16,7 +16,7 @@ TURNS = 3
 def test_real_ranks_on_limited_links(tmp_path, monkeypatch):
     """Other load makes steps slower, so only predictions that are too slow are an error."""
     skip_where_unsupported(Configuration("torch", "gloo", 2))
-    if (reason := link.missing()) is not None:
+    if (reason := namespaces.missing()) is not None:
         pytest.skip(reason)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))  # the ranks import benchmarks
     fitted = rehearsal.fit_machine(RATE, tmp_path)

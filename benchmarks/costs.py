@@ -1,37 +1,88 @@
 """Probes of an optimizer in PyTorch, each in a job of its own, and their tables.
 
-`python-cost` is the time that the synchronization of one small parameter adds to a backward pass.
-`memory` is the memory that synchronization adds. `checks` is the time of hvdkit's checks.
+`scripts/bench_costs` describes the probes.
 """
 
+import dataclasses
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
+from hvdkit.bench.figures import new_table, wide_console
+from hvdkit.bench.jobs import Job, JobPlan
+from hvdkit.bench.places import ThisMachine
+from hvdkit.bench.software import FLAT, STOCK, Software, choose
+from hvdkit.bench.step import variants
+from hvdkit.bench.step.variants import HVDKIT, TORCH, Variant
 from hvdkit.bench.worker import Workload
+from hvdkit.system.owned_folders import TemporaryFolder
 
 PROBES = ("python-cost", "memory", "checks")
 
-#: The steps and the parameters of `python-cost`.
-STEPS = 2000
-PARAMETERS = 1000
+# The steps and the parameters of `python-cost`.
+_STEPS = 2000
+_PARAMETERS = 1000
 # The calls of each check of `checks`.
 _CHECKS = 30
 
-#: With this setting, malloc returns freed memory to the system at once. Otherwise an allocation
-#: could reuse freed memory, and the peak would not show it.
-MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+# With this setting, malloc returns freed memory to the system at once. Otherwise an allocation
+# could reuse freed memory, and the peak would not show it.
+_MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def sizes(probe: str) -> Sequence[int]:
-    """Return the numbers of ranks with which a probe is run."""
-    return (1, 2) if probe == "python-cost" else (2,)
+def measure(probe: str, names: str | None, stock: Path | None) -> None:
+    """Run the probe of each variant, each in a job of its own, and print the answers.
+
+    Args:
+        probe: one of `PROBES`.
+        names: the variants, as `--variants` of `hvdkit bench step`; None: those by default.
+        stock: the folder of another Horovod.
+    """
+    software = Software(TORCH, {STOCK: stock})
+    known = [each for each in variants.known(TORCH) if each.controller == "gloo"]
+    if probe == "checks":
+        known = [each for each in known if each.optimizer in HVDKIT]
+    chosen, left_out = choose(
+        known, names, variants.by_default, lambda each: software.lacks(each.needs, ("gloo",))
+    )
+    for text in left_out:
+        print(f"# {text}")
+    answers = {}
+    for variant in chosen:
+        for size in (1, 2) if probe == "python-cost" else (2,):
+            print(f"{probe}: {variant.name}, ranks: {size}", file=sys.stderr, flush=True)
+            answers[f"{variant.name}, {size}"] = _answer(variant, probe, size, software)
+    show(probe, answers, wide_console())
+
+
+def _answer(variant: Variant, probe: str, size: int, software: Software) -> dict[str, Any]:
+    """Return the answer with the highest cost: in training, all ranks wait for the slowest."""
+    plan = JobPlan(
+        name=variant.name,
+        module="benchmarks.costs",
+        controller="gloo",
+        size=size,
+        spec={"variant": dataclasses.astuple(variant), "bucket_bytes": None},
+        engine=software.engine(variant.needs),
+        env=(_MEMORY_ENVIRONMENT if probe == "memory" else {})
+        | ({"HVDKIT_COLLECTIVES": "flat"} if variant.optimizer == FLAT else {}),
+    )
+    with TemporaryFolder("hvdkit-bench-") as folder:
+        job = Job(plan, ThisMachine(size=size), Path(folder))
+        try:
+            job.start()
+            with job.turn():
+                found = max(job.ask(probe), key=lambda answer: float(answer["cost"]))
+            job.finish()
+        finally:
+            job.close()
+    return found
 
 
 def show(probe: str, answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
@@ -41,10 +92,9 @@ def show(probe: str, answers: Mapping[str, Mapping[str, float]], console: Consol
 
 
 def _show_python_cost(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
-    table = Table(title=f"{PARAMETERS} parameters of 2 elements: what synchronization adds")
-    table.add_column("variant, ranks")
-    for column in ("CPU us / parameter", "wall us / parameter", "memory grew by, bytes"):
-        table.add_column(column, justify="right")
+    title = f"{_PARAMETERS} parameters of 2 elements: what synchronization adds"
+    columns = ("CPU us / parameter", "wall us / parameter", "memory grew by, bytes")
+    table = new_table(title, ("variant, ranks", *columns))
     for name, answer in answers.items():
         cells = [f"{answer['cost']:.2f}", f"{answer['wall']:.2f}", f"{answer['grown']:.0f}"]
         table.add_row(name, *cells)
@@ -59,10 +109,8 @@ def _show_python_cost(answers: Mapping[str, Mapping[str, float]], console: Conso
 
 
 def _show_memory(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
-    table = Table(title="resnet50, 2 ranks: peak of resident memory while training, MB")
-    table.add_column("variant, ranks")
-    for column in ("without", "with", "more", "more / gradients"):
-        table.add_column(column, justify="right")
+    title = "resnet50, 2 ranks: peak of resident memory while training, MB"
+    table = new_table(title, ("variant, ranks", "without", "with", "more", "more / gradients"))
     for name, answer in answers.items():
         more = answer["cost"]
         cells = [f"{answer[key] / 1e6:.1f}" for key in ("without", "with", "cost")]
@@ -76,9 +124,9 @@ def _show_memory(answers: Mapping[str, Mapping[str, float]], console: Console) -
 
 
 def _show_checks(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
-    table = Table(title="resnet50 with Adam, 2 ranks: hvdkit's checks, median ms")
-    for column in ("variant, ranks", "comparison of ranks", "check for NaN", "small allreduce"):
-        table.add_column(column, justify="right" if column != "variant, ranks" else "left")
+    title = "resnet50 with Adam, 2 ranks: hvdkit's checks, median ms"
+    columns = ("comparison of ranks", "check for NaN", "small allreduce")
+    table = new_table(title, ("variant, ranks", *columns))
     for name, answer in answers.items():
         cells = [f"{1e3 * answer[key]:.2f}" for key in ("compare", "nonfinite", "cost")]
         table.add_row(name, *cells)
@@ -103,7 +151,6 @@ class Probe:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         from hvdkit.bench.step.torch_rank import Framework
 
-        self._spec = spec
         self._framework = Framework(spec)
 
     def facts(self) -> dict[str, Any]:
@@ -116,7 +163,7 @@ class Probe:
             return _checks()
         if command == "memory":
             return _memory(self._framework)
-        return _python_cost(self._framework, self._spec["steps"])
+        return _python_cost(self._framework, _STEPS)
 
     def close(self) -> None:
         """Leave the job."""
@@ -132,7 +179,7 @@ def _python_cost(framework: Any, steps: int) -> dict[str, Any]:
     class Many(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            each = (torch.nn.Parameter(torch.ones(2)) for _ in range(PARAMETERS))
+            each = (torch.nn.Parameter(torch.ones(2)) for _ in range(_PARAMETERS))
             self.all = torch.nn.ParameterList(each)
 
         def forward(self) -> torch.Tensor:
@@ -168,7 +215,7 @@ def _python_cost(framework: Any, steps: int) -> dict[str, Any]:
         times[2][i], times[3][i] = wrapped_step()
     grown = process.memory_info().rss - before
     wall, cpu, wrapped_wall, wrapped_cpu = map(statistics.median, times)
-    scale = 1e6 / PARAMETERS
+    scale = 1e6 / _PARAMETERS
     cost, more = (wrapped_cpu - cpu) * scale, (wrapped_wall - wall) * scale
     return {"cost": cost, "wall": more, "grown": grown, "steps": steps}
 
