@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -54,7 +53,6 @@ class Job:
         output: gets the ranks' output.
         timeouts: the timeouts of the job.
         controller: how the ranks find each other.
-        say: prints a message for the user.
         elastic: whether ranks may end because the hosts have changed.
     """
 
@@ -65,14 +63,12 @@ class Job:
         output: Output,
         timeouts: Timeouts,
         controller: Controller,
-        say: Callable[[str], None],
         elastic: bool = False,
     ) -> None:
         self._plan = plan
         self._agents = agents
         self._output = output
         self._timeouts = timeouts
-        self._say = say
         self._started_at = time.monotonic()
         hosts = tuple(place.host.name for place in plan.places)
         ends = tuple(map(int, controller.ends_others_with))
@@ -83,9 +79,7 @@ class Job:
             for connection, places in zip(agents.connections, groups, strict=True)
         }
         self._registered = controller.registered
-        self._watch = StallWatch(
-            self._journal, timeouts, output.directory, self._ask_for_records, say
-        )
+        self._watch = StallWatch(self._journal, timeouts, output.directory, self._ask_for_records)
         self._finished: set[Connection] = set()
         self._saved = self._committed = False
         # The names of the hosts that did not confirm their end after a success of their ranks.
@@ -215,13 +209,13 @@ class Job:
         self._journal.add(e.AgentSignalled(at, host, number))
         is_first = not before.agent_signals and self._facts.agent_signals
         if is_first and before.stop is None and not self._ends_ranks:
-            self._say(f"the agent on {host} got {number.name}: asking its ranks to stop")
+            readers.say(f"the agent on {host} got {number.name}: asking its ranks to stop")
 
     def _say_unconfirmed(self, host: str, problem: str) -> None:
         """Say that an agent whose ranks have succeeded does not confirm the end."""
         if host not in self._unconfirmed:
             self._unconfirmed.add(host)
-            self._say(
+            readers.say(
                 f"{problem}. All ranks of this agent had ended with exit status 0, so the job has "
                 f"not failed. Processes that the ranks have started may still run there"
             )
@@ -356,14 +350,14 @@ class Job:
             self._journal.add(e.StopAsked(now, number))
             self._end(_NOW_SECONDS)
             readers.give_up_now()
-            self._say("ending all ranks now")
+            readers.say("ending all ranks now")
             return
         again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
         is_first = self._facts.stop is None
         # Before the message, because its reader may not read.
         self._stop(number)
         if is_first:
-            self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
+            readers.say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
 
     def _stop(self, number: int) -> None:
         """Request an orderly stop of all ranks."""
@@ -395,7 +389,7 @@ class Job:
         errors = {rank: records.failed_collective(rank) for rank in range(self._plan.size)}
         if failed := [rank for rank, (_, error) in errors.items() if error]:
             name, error = errors[failed[0]]
-            self._say(
+            readers.say(
                 f"all ranks have ended with exit status 0, but {name} had failed on "
                 f"{self._plan.describe(failed)}: {error.partition('. ')[0]}. Check whether the "
                 f"script catches the error and continues without the other ranks"

@@ -12,7 +12,7 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ import hvdkit
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults.start_folders import ERROR, LATEST, START, Start, identify_launcher
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.ending import events
 from hvdkit.launch.ending.outcome import Outcome
@@ -88,16 +89,16 @@ def describe_end(start: Start, outcome: Outcome) -> Start:
     )
 
 
-def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
+def write_start(folder: Path, start: Start) -> None:
     """Write the description of a start, when it begins and when it ends."""
     try:
         with replacing(folder / START) as draft:
             draft.write_text(start.to_json(), encoding="utf-8")
     except OSError as error:  # a full disk must not end the job
-        say(f"cannot write {folder / START}: {error.strerror}")
+        readers.say(f"cannot write {folder / START}: {error.strerror}")
 
 
-def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str], None]) -> None:
+def write_error(folder: Path, outcome: Outcome, plan: Plan) -> None:
     """Write the failure of a job to `error.json`.
 
     The keys are `reason`, `rank`, `host`, `status`, `signal`, `hint`, `suspects`,
@@ -117,7 +118,7 @@ def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str],
             text = json.dumps(error_content(outcome, hosts), indent=2)
             draft.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
-        say(f"cannot write {folder / ERROR}: {error.strerror}")
+        readers.say(f"cannot write {folder / ERROR}: {error.strerror}")
 
 
 def replayed(folder: Path) -> str | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.console.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.faults.names import shortened
 from hvdkit.launch.agent import open_files
-from hvdkit.launch.control import prepare
+from hvdkit.launch.control import prepare, readers
 from hvdkit.launch.control.agent_pool import AgentPool, other_versions
 from hvdkit.launch.control.network import LOOPBACK, Interface
 from hvdkit.launch.control.plan import Plan
@@ -68,7 +68,6 @@ def before_start(
     plan: Plan,
     settings: Settings,
     address: str,
-    say: Callable[[str], None],
 ) -> None:
     """Check several hosts; warn of problems, and raise if the job could not start.
 
@@ -78,7 +77,6 @@ def before_start(
         plan: the job.
         settings: how the job is started.
         address: an address of this machine that the ranks must reach.
-        say: prints a message for the user.
 
     Raises:
         StartError: a diagnostic is an error, or a host does not answer.
@@ -91,7 +89,7 @@ def before_start(
         if diagnostic.status == WARNING and not (
             diagnostic.name == _HOSTNAMES and settings.use_agent_environment
         ):
-            say(f"{diagnostic.name}: {diagnostic.found}; {diagnostic.advice}")
+            readers.say(f"{diagnostic.name}: {diagnostic.found}; {diagnostic.advice}")
     errors = [diagnostic for diagnostic in checked.diagnostics if diagnostic.status == ERROR]
     if errors:
         lines = [f"\n  {f.name}: {f.found}\n    -> {f.advice}" for f in errors]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hvdkit.faults.names import shortened
 from hvdkit.launch.agent import binding
-from hvdkit.launch.control import environment, network
+from hvdkit.launch.control import environment, network, readers
 from hvdkit.launch.control.agent_pool import AgentPool
 from hvdkit.launch.control.messages import Message
 from hvdkit.launch.control.network import HostNetwork, Interface
@@ -106,7 +106,7 @@ def choose_network(
     plan: Plan,
     facts: Mapping[Host, Message],
     settings: Settings,
-    say: Callable[[str], None] | None = None,
+    warns: bool = False,
 ) -> tuple[dict[Host, Interface], str]:
     """Return the interface of each host's ranks, and this machine's address for the rendezvous.
 
@@ -114,8 +114,7 @@ def choose_network(
         plan: the job.
         facts: host -> its facts (`host_facts.facts`).
         settings: the user's choices.
-        say: prints a warning if the hosts share a network that is faster than that of ssh; None for
-            no warning.
+        warns: whether to warn if the hosts share a network that is faster than that of ssh.
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
@@ -131,10 +130,10 @@ def choose_network(
     }
     chosen = network.choose_interfaces(networks, settings.network)
     address = network.rendezvous_address(chosen, network.own_interfaces())
-    faster = network.faster_network(networks, chosen) if settings.network is None else None
-    if say is not None and faster is not None:
+    warns = warns and settings.network is None
+    if warns and (faster := network.faster_network(networks, chosen)) is not None:
         net, faster_speed, speed = faster
-        say(
+        readers.say(
             f"the ranks use the network of ssh, {next(iter(chosen.values())).network} "
             f"({speed / 1000:g} Gbit/s). The hosts share a faster one ({faster_speed / 1000:g} "
             f"Gbit/s): --network {net}"
@@ -236,12 +235,12 @@ def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int:
         return int(questions.all("free_port", {"address": address})[host])
 
 
-def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None]) -> None:
+def warn_of_withheld(plan: Plan, settings: Settings) -> None:
     """Tell the user which variables are not sent to other hosts, if the job has other hosts."""
     given = environment.explicit(os.environ, settings.variables)
     names = [name for name in environment.withheld(os.environ) if name not in given]
     if names and not (settings.use_agent_environment or all(local_hosts(plan).values())):
-        say(
+        readers.say(
             f"not sent to other hosts: {shortened(names, _SHOWN_NAMES)}. Their names look like "
             f"secrets, or their values belong to this host; to send a variable, give -x NAME"
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from hvdkit.errors import HvdkitError
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.agent_pool import AgentPool, unfitness
 from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.messages import PAUSE_SECONDS, Message
@@ -89,7 +90,6 @@ class Members:
         min_size: the smallest number of ranks.
         max_size: the largest number of ranks; None for all slots.
         excluded: returns whether a host is left out because of its failures.
-        say: prints a message for the user.
     """
 
     discover: Callable[[Callable[[], bool]], Sequence[Host]]
@@ -98,7 +98,6 @@ class Members:
     min_size: int
     max_size: int | None
     excluded: Callable[[str], bool]
-    say: Callable[[str], None]
     _agents: AgentPool = field(init=False)
     _members: dict[str, _Member] = field(default_factory=dict)
     # The names on the list, the oldest first.
@@ -184,7 +183,7 @@ class Members:
                         self._say_holder(hosts[0], usable)
                         return hosts
                     if not told:
-                        self.say(
+                        readers.say(
                             f"waiting for hosts: they have {name_slots(total_slots(usable))}, "
                             f"expected {size} (-np, or --min-np after a restart). The job ends if "
                             f"this takes longer than {timeout:g} s (--elastic-timeout)"
@@ -313,7 +312,7 @@ class Members:
             self._error = found
         elif str(found) != self._problem and not self._stop.is_set():
             # Keep the last list.
-            self.say(f"the hosts stay the same: {found}")
+            readers.say(f"the hosts stay the same: {found}")
         self._problem = "" if isinstance(found, list) else str(found)
 
     def _set_list(self, found: Sequence[Host]) -> None:
@@ -448,7 +447,7 @@ class Members:
     def _fail(self, member: _Member, problem: str, stays: bool = False) -> None:
         """Note that a host cannot take part, and end its agent unless the agent stays."""
         if problem != member.problem and not self._stop.is_set():
-            self.say(f"{member.host.name} cannot take part: {problem}")
+            readers.say(f"{member.host.name} cannot take part: {problem}")
         member.problem = problem or "it failed"
         member.retry_at = time.monotonic() + _RETRY_SECONDS
         if stays:
@@ -569,7 +568,7 @@ class Members:
             how = "keeps the only rank (--max-np 1)"
         else:
             how = "takes part with 1 rank until the next commit"
-        self.say(f"no other host has the last commit. {first.name}, which {why}, {how}")
+        readers.say(f"no other host has the last commit. {first.name}, which {why}, {how}")
 
 
 def assignment_of(plan: Plan) -> Assignment:

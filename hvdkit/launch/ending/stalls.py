@@ -19,6 +19,7 @@ from hvdkit.faults import records
 from hvdkit.faults.names import ENDED, LEAVING, STOPPED
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.verdict import Verdict, judge, overdue, overdue_calls
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.start_watch import LateStart, late_start
 from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.ending import events as e
@@ -290,7 +291,6 @@ class StallWatch:
         timeouts: the timeouts of the job.
         output: the output folder of this start; None for none.
         ask: asks all ranks for records.
-        say: prints a message for the user.
     """
 
     def __init__(
@@ -299,13 +299,11 @@ class StallWatch:
         timeouts: Timeouts,
         output: Path | None,
         ask: Callable[[], None],
-        say: Callable[[str], None],
     ) -> None:
         self._journal = journal
         self._timeouts = timeouts
         self._folder = None if output is None else output / FOLDER
         self._ask = ask
-        self._say = say
         # Derived from the first events, and the number of these.
         self._derived = Stalls(journal, timeouts), 0
 
@@ -355,7 +353,7 @@ class StallWatch:
                 self._keep(RAISED, json.dumps(stalls.raised))
                 self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.text}\n")
             if judged.outlook:
-                self._say(f"{judged.text}\n{judged.outlook}")
+                readers.say(f"{judged.text}\n{judged.outlook}")
 
     def _keep(self, name: str, text: str) -> None:
         if self._folder is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hvdkit.errors import HvdkitError
@@ -23,7 +23,6 @@ def agents_started_by(
     listener: AgentListener,
     plan: Plan,
     timeout: float,
-    say: Callable[[str], None],
     holds: bool = False,
 ) -> Iterator[AgentPool]:
     """Run mpirun or srun, which starts an agent for each rank, and accept the agents.
@@ -37,7 +36,6 @@ def agents_started_by(
         listener: the listener for its agents.
         plan: the job.
         timeout: seconds for all agents to connect.
-        say: prints a message for the user.
         holds: whether to hold back the command's messages about ranks that have failed.
 
     Raises:
@@ -50,7 +48,7 @@ def agents_started_by(
         has_ended = len(connected) == plan.size and any(c.ended for c in connected.values())
         return holds and (explained or has_ended)
 
-    launcher = ExternalLauncher(name, command, env, say, is_consequence)
+    launcher = ExternalLauncher(name, command, env, is_consequence)
     deadline = time.monotonic() + timeout
     try:
         with AgentPool(listener.silence) as agents:

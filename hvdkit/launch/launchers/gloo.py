@@ -70,14 +70,12 @@ class Gloo(Launcher):
             )
 
     @contextmanager
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> Iterator[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> Iterator[Workers]:
         self._connect(plan)
         facts = prepare.collect_facts(self.agents, plan, self.settings)
         names = {host.name for host in plan.hosts}
         checks = checks and not names <= self._checked
-        yield self._examine(self.agents, plan, facts, say, checks)
+        yield self._examine(self.agents, plan, facts, checks)
         self._checked.update(names)
 
     def _connect(self, plan: Plan) -> None:

@@ -104,14 +104,11 @@ class Launcher(ABC):
         """The network of the ranks, and what starts them, after "2 ranks over "."""
 
     @abstractmethod
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> AbstractContextManager[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> AbstractContextManager[Workers]:
         """Examine the hosts, and choose the network. May end the agents on exit.
 
         Args:
             plan: the job.
-            say: prints a message for the user.
             checks: whether to make the preflight, and to warn of a faster network.
 
         Raises:
@@ -119,27 +116,21 @@ class Launcher(ABC):
         """
 
     def _examine(
-        self,
-        agents: AgentPool,
-        plan: Plan,
-        facts: Mapping[Host, Message],
-        say: Callable[[str], None],
-        checks: bool,
+        self, agents: AgentPool, plan: Plan, facts: Mapping[Host, Message], checks: bool
     ) -> Workers:
         """Choose the network, and make the preflight if `checks`."""
-        warn = say if checks else None
-        interfaces, address = prepare.choose_network(plan, facts, self.settings, warn)
+        interfaces, address = prepare.choose_network(plan, facts, self.settings, checks)
         if checks:
-            preflight.before_start(agents, interfaces, plan, self.settings, address, say)
+            preflight.before_start(agents, interfaces, plan, self.settings, address)
         return Workers(agents, facts, interfaces, address)
 
-    def workers(self, plan: Plan, say: Callable[[str], None]) -> AbstractContextManager[Workers]:
+    def workers(self, plan: Plan) -> AbstractContextManager[Workers]:
         """Start the agents that start the ranks: one for each host, or one for each rank.
 
         Raises:
             HvdkitError: the job could not be started.
         """
-        return self.examined(plan, say)
+        return self.examined(plan)
 
     @abstractmethod
     def controller(self, plan: Plan, workers: Workers) -> AbstractContextManager[Controller]:
@@ -167,7 +158,6 @@ class Launcher(ABC):
         self,
         plan: Plan,
         output: Output,
-        say: Callable[[str], None],
         elastic: Callable[[Host], Mapping[str, str]] | None = None,
     ) -> Iterator[Outcome]:
         """Start the ranks, and watch them until they have ended. The context has the outcome.
@@ -177,18 +167,14 @@ class Launcher(ABC):
         Args:
             plan: the job.
             output: gets the ranks' output.
-            say: prints a message for the user.
             elastic: returns the variables for the ranks of an elastic job on a host; None in other
                 jobs.
 
         Raises:
             HvdkitError: the job could not be started.
         """
-        prepare.warn_of_withheld(plan, self.settings, say)
-        with (
-            self.workers(plan, say) as workers,
-            self.controller(plan, workers) as controller,
-        ):
+        prepare.warn_of_withheld(plan, self.settings)
+        with self.workers(plan) as workers, self.controller(plan, workers) as controller:
 
             def variables(place: Place, interface: Interface) -> Mapping[str, str]:
                 own = {} if elastic is None else elastic(place.host)
@@ -196,10 +182,10 @@ class Launcher(ABC):
 
             prepare.start_ranks(plan, workers, self.settings, variables)
             timeouts = self.settings.rank_timeouts
-            job = Job(plan, workers.agents, output, timeouts, controller, say, elastic is not None)
+            job = Job(plan, workers.agents, output, timeouts, controller, elastic is not None)
             yield self.after_failure(job.run(), plan, workers)
 
-    def describe(self, plan: Plan, say: Callable[[str], None]) -> str:
+    def describe(self, plan: Plan) -> str:
         """Return the plan as text, and the commands that would start the ranks.
 
         This starts agents to ask the hosts, but starts no rank.
@@ -207,7 +193,7 @@ class Launcher(ABC):
         Raises:
             HvdkitError: a host cannot take part.
         """
-        with self.examined(plan, say, checks=False) as workers:
+        with self.examined(plan, checks=False) as workers:
             lines = [f"{plan.size} ranks over {self.name}, in {plan.directory}"]
             lines += prepare.host_lines(plan, workers, self.settings)
             return "\n".join([*lines, "", *self.commands(plan, workers)])

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -204,13 +204,11 @@ class Mpi(Launcher):
         return f"MPI ({open_mpi if self._mpirun.open_mpi else 'Hydra (MPICH, Intel MPI)'})"
 
     @contextmanager
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> Iterator[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> Iterator[Workers]:
         with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, plan, self.settings)
             facts = prepare.collect_facts(agents, plan, self.settings)
-            yield self._examine(agents, plan, facts, say, checks)
+            yield self._examine(agents, plan, facts, checks)
 
     def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:
         with AgentPool(self.settings.ssh.silence) as agents:
@@ -219,8 +217,8 @@ class Mpi(Launcher):
             return {connection.host: problem for connection, problem in problems.items()}
 
     @contextmanager
-    def workers(self, plan: Plan, say: Callable[[str], None]) -> Iterator[Workers]:
-        with self.examined(plan, say) as found:
+    def workers(self, plan: Plan) -> Iterator[Workers]:
+        with self.examined(plan) as found:
             pass
         ssh, timeout = self.settings.ssh, self.settings.timeouts.start
         with closing(AgentListener(found.address, plan.size, ssh.silence)) as listener:
@@ -237,7 +235,7 @@ class Mpi(Launcher):
             env = without_rank_variables(os.environ) | _hydra_environment(ssh)
             env |= listener.variables()
             with agents_started_by(
-                "mpirun", command, env, listener, plan, timeout, say, holds=True
+                "mpirun", command, env, listener, plan, timeout, holds=True
             ) as agents:
                 agents.require_facts(prepare.task(plan, self.settings), timeout)
                 yield replace(found, agents=agents)

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
@@ -139,9 +139,7 @@ class Slurm(Launcher):
         return f"{over}, started by srun"
 
     @contextmanager
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> Iterator[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> Iterator[Workers]:
         settings = self.settings
         with closing(
             AgentListener(_own_address(plan), plan.size, settings.ssh.silence)
@@ -151,7 +149,7 @@ class Slurm(Launcher):
             names = sorted({*login, *environment.forwarded(here), *listener.variables()})
             command = self._command(plan, local_agent_command(), names)
             env, timeout = _srun_environment(here), settings.timeouts.start
-            with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
+            with agents_started_by("srun", command, env, listener, plan, timeout) as agents:
                 # Ask one agent of each host.
                 first = {connection.host: connection for connection in reversed(agents.connections)}
                 with agents.only([first[host] for host in plan.hosts]):
@@ -160,7 +158,7 @@ class Slurm(Launcher):
                         host: _facts(answers[agent], host, plan, self._allocation)
                         for host, agent in first.items()
                     }
-                    found = self._examine(agents, plan, facts, say, checks)
+                    found = self._examine(agents, plan, facts, checks)
                 # Slurm also sends signals to the tasks, here the agents.
                 forwards = prepare.task(plan, settings) | {"forward_signals": True}
                 agents.require_facts(forwards, timeout)

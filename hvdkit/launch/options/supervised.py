@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from hvdkit.errors import UsageError
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.plan import Plan, make_plan
 from hvdkit.launch.control.restarting import RestartedJob
-from hvdkit.launch.control.running import Runner, say
+from hvdkit.launch.control.running import Runner
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host, total_slots
 from hvdkit.launch.launchers.launcher import Launcher
@@ -69,7 +70,7 @@ def run(
         probe = make_plan(plan.command, plan.directory, given, total_slots(given))
         problems = launcher.problems(probe, _PROBE_SECONDS)
         for host, problem in problems.items():
-            say(f"left out: {host.name}: {problem}")
+            readers.say(f"left out: {host.name}: {problem}")
         left_out = {host.name for host in problems}
         return [host for host in given if host.name not in left_out]
 
@@ -83,5 +84,4 @@ def run(
         first=plan,
         min_size=options.min_np or plan.size,
         restarts=options.restarts,
-        say=say,
     ).run()

@@ -7,14 +7,14 @@ from tests.unit.launch.commands import output_of
 _BEGIN = '''
 import json, os, sys
 from hvdkit.launch.agent.echo import Echo
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.output import Output
 
 shown_at, said = os.dup(1), []
+readers.say = said.append
 
 def make_output(size, out, errors):
-    return Output(
-        size, range(size), stdout=out, stderr=errors, say=said.append, progress=False
-    )
+    return Output(size, range(size), stdout=out, stderr=errors, progress=False)
 
 def begin(target):
     """Return an `Echo` that writes to `target`."""

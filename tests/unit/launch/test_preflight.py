@@ -164,7 +164,7 @@ def test_the_error_names_the_hosts_that_a_restart_leaves_out(monkeypatch):
     monkeypatch.setattr(preflight, "Questions", Differing)
     plan, settings = make_plan(["true"], "/", hosts, 4), Settings(Ssh(), "python")
     with pytest.raises(StartError, match="the hosts are not ready") as caught:
-        preflight.before_start(None, interfaces(4), plan, settings, "127.0.0.1", lambda text: None)
+        preflight.before_start(None, interfaces(4), plan, settings, "127.0.0.1")
     outcome = Outcome.not_started(caught.value)
     assert outcome.unfit(hosts, proven=()) == [hosts[1], hosts[3]]
     # Ranks ran on host 3 before.

@@ -58,7 +58,7 @@ def test_nothing_listens_after_a_failed_start(monkeypatch):
     allocated = allocation.Allocation([host], {host: 1})
     launcher = slurm.Slurm(Settings(Ssh(), sys.executable), allocated, None)
     with pytest.raises(HvdkitError, match="no srun on PATH"):
-        launcher.describe(plan, print)
+        launcher.describe(plan)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,6 @@ def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
     allocated = allocation.Allocation(hosts, dict.fromkeys(hosts, 2))
     plan = make_plan(["true"], "/", hosts, 3)
     launcher = slurm.Slurm(Settings(Ssh(), sys.executable), allocated, None)
-    with Output(3, progress=False) as output, launcher.run(plan, output, print) as outcome:
+    with Output(3, progress=False) as output, launcher.run(plan, output) as outcome:
         assert outcome.status == 0
     assert connected == [(2, 3)]

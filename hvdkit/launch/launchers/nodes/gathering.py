@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -22,6 +22,7 @@ from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.agent import open_files
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.listener import BACKLOG, Listener
 from hvdkit.launch.control.plan import Plan
@@ -57,16 +58,14 @@ class Nodes(Gloo):
     Args:
         node: node 0's options.
         settings: the settings of the job.
-        say: prints a message for the user.
     """
 
     # A node cannot join a running job again.
     hosts_return = False
 
-    def __init__(self, node: NodeSettings, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, node: NodeSettings, settings: Settings) -> None:
         super().__init__(settings)
         self._node = node
-        self._say = say
         # The nodes as the job's hosts, in the order of nodes.
         self._hosts: list[Host] = []
 
@@ -121,7 +120,7 @@ class Nodes(Gloo):
                     say_at = time.monotonic() + QUIET_SECONDS
                     missing = self._missing(connected)
                     if missing != said:
-                        self._say(f"waiting at {settings.rendezvous} for {missing}")
+                        readers.say(f"waiting at {settings.rendezvous} for {missing}")
                         said = missing
                 if time.monotonic() > deadline:
                     self._fail(connected, authenticator.refused, listener.problem)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from hvdkit.errors import HvdkitError
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.output import Output
 from hvdkit.launch.hosts.hosts import own_addresses
 from hvdkit.launch.launchers.nodes.handshake import WrongKey, authenticate_to_node_0, machine
@@ -30,21 +31,18 @@ _LONGEST_FILE = 100_000
 End = TypeVar("End")
 
 
-def join(
-    settings: NodeSettings, command: Sequence[str], directory: str, say: Callable[[str], None]
-) -> int:
+def join(settings: NodeSettings, command: Sequence[str], directory: str) -> int:
     """Run this node's ranks. Returns the job's exit status.
 
     Args:
         settings: this node's.
         command: the command of its ranks.
         directory: their working directory.
-        say: prints a message for the user.
 
     Raises:
         HvdkitError: node 0 cannot be reached, or refuses this node.
     """
-    with _connected(settings, say) as connection:
+    with _connected(settings) as connection:
         overrides = {
             "command": list(command),
             "directory": directory,
@@ -52,21 +50,21 @@ def join(
         }
 
         def make_output(size: int, out: IO[bytes], errors: IO[bytes]) -> Output:
-            return Output(size, range(size), stdout=out, stderr=errors, say=say, progress=False)
+            return Output(size, range(size), stdout=out, stderr=errors, progress=False)
 
         agent = NodeAgent(connection, connection, overrides, make_output)
         agent.run()
     if agent.outcome is None:
-        say("lost node 0; see its output for the reason")
+        readers.say("lost node 0; see its output for the reason")
         return 1
     status, report = int(agent.outcome["status"]), str(agent.outcome["report"])
     if status:
-        say(f"the job ended with status {status}{f': {report}' if report else ''}")
+        readers.say(f"the job ended with status {status}{f': {report}' if report else ''}")
     return status
 
 
 @contextmanager
-def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[SealedConnection]:
+def _connected(settings: NodeSettings) -> Iterator[SealedConnection]:
     """Connect to node 0, with retries."""
     deadline = time.monotonic() + settings.timeout
     say_at = time.monotonic() + QUIET_SECONDS
@@ -88,7 +86,7 @@ def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[S
             return
         if time.monotonic() > say_at:
             say_at = float("inf")
-            say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
+            readers.say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
         time.sleep(_RETRY_SECONDS)
     raise HvdkitError(
         f"could not connect to node 0 at {settings.rendezvous} within {settings.timeout:g} s "

@@ -14,6 +14,7 @@ from hvdkit.launch.ending.failure import Failure
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.runtime.elastic_start import ElasticStart
+from tests.unit.launch.commands import SAID
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
 DONE, FAILED = Outcome(0), Outcome(1, restartable=True)
@@ -64,7 +65,8 @@ class FakeMembers:
 
 def supervise(outcomes, hosts=(ONE,), **limits):
     """Run a job. Return the outcome, the hosts and variables of the starts, texts and pauses."""
-    left, plans, starts, texts, pauses = list(outcomes), [], [], [], []
+    left, plans, starts, pauses = list(outcomes), [], [], []
+    SAID.clear()
 
     def start(plan, variables):
         plans.append(assignment_of(plan))
@@ -79,7 +81,6 @@ def supervise(outcomes, hosts=(ONE,), **limits):
         start=start,
         make_plan=lambda given, size: make_plan(["true"], "/", given, size),
         restarts=limits.restarts,
-        say=texts.append,
         pause=pauses.append,
         members=FakeMembers(hosts, exclusions),
         exclusions=exclusions,
@@ -87,7 +88,7 @@ def supervise(outcomes, hosts=(ONE,), **limits):
     )
     outcome = job.run()
     assert not left
-    return outcome, plans, starts, texts, pauses
+    return outcome, plans, starts, [*SAID], pauses
 
 
 def test_changes_of_the_hosts_are_no_failures():
