@@ -78,15 +78,12 @@ class Spare:
             unless_started.pop_all()
         self.socket.setblocking(False)
 
-    def load(
-        self, modules: Mapping[str, str | None], environment: Mapping[str, str], nice: int | None
-    ) -> None:
+    def load(self, modules: Mapping[str, str | None], environment: Mapping[str, str]) -> None:
         """Let the spare import these modules.
 
         Args:
             modules: name -> the file that the rank has loaded it from.
             environment: the environment during the imports, as the script has changed it.
-            nice: the priority of the spare until it is started; None to leave it.
         """
         self.loads.append(time.monotonic())
         self._send(
@@ -95,7 +92,6 @@ class Spare:
             modules=dict(modules),
             path=list(self._python.path),
             file=self._python.file,
-            nice=nice,
         )
 
     def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:
