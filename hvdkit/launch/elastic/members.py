@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Self
 
@@ -43,12 +42,6 @@ _THREAD_SECONDS = 5.0
 Assignment = Sequence[tuple[str, int]]
 
 
-class _State(Enum):
-    STARTING = "its agent is starting"
-    READY = "its agent has answered"
-    FAILED = "its agent could not be started, has ended, or cannot take part now"
-
-
 @dataclass
 class _Member:
     """A host of the list of hosts, and its agent.
@@ -56,19 +49,17 @@ class _Member:
     Attributes:
         host: the host, with its current slots.
         folder: the name of its folders for commits.
-        state: the state of its agent.
         connection: the connection to its agent; None without one.
         fit: whether the agent has answered that the host can take part.
         kept: whether the agent has made the folders for commits.
         folders: the paths of these folders. The next agent of the host keeps the same folders.
-        deadline: the time until which its agent must answer.
+        deadline: the time until which its agent must answer; infinite if no answer is expected.
         retry_at: the time of the next attempt to start an agent, or to ask an agent that stays.
-        problem: the last problem that was printed.
+        problem: the last problem that was printed; empty if the agent has answered since.
     """
 
     host: Host
     folder: str
-    state: _State = _State.FAILED
     connection: Connection | None = None
     fit: bool = False
     kept: bool = False
@@ -76,6 +67,16 @@ class _Member:
     deadline: float = float("inf")
     retry_at: float = 0.0
     problem: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its agent has answered, and the host can take part."""
+        return self.fit and self.kept
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether an answer of its agent is expected, for the first time or after the last one."""
+        return not self.is_ready and not self.problem and self.deadline < float("inf")
 
 
 @dataclass
@@ -146,10 +147,7 @@ class Members:
         """Return whether the agent of a host has just been lost, and the next one starts."""
         return any(
             member.folders
-            and (
-                member.state is _State.STARTING
-                or (member.connection is not None and member.connection.ended)
-            )
+            and (member.is_starting or (member.connection is not None and member.connection.ended))
             for member in self._members.values()
         )
 
@@ -172,11 +170,8 @@ class Members:
                 if self._error is not None:
                     raise self._error
                 usable = self._usable()
-                starting = any(m.state is _State.STARTING for m in self._on_list())
-                starting = starting or any(
-                    holder.state is _State.STARTING
-                    for holder in self._missing_holders(usable, self._holders)
-                )
+                awaited = [*self._on_list(), *self._missing_holders(usable, self._holders)]
+                starting = any(member.is_starting for member in awaited)
                 if self._problem is not None and not starting:
                     if total_slots(usable) >= size:
                         hosts = self._with_holder(usable, self._holders)
@@ -208,8 +203,7 @@ class Members:
             if committed:
                 self._holders = frozenset(dict(self._current))
             for member in self._members.values():
-                if member.state is _State.READY:
-                    member.state = _State.STARTING
+                if member.is_ready:
                     member.deadline = time.monotonic() + _PROBE_SECONDS
                     self._ask(member)
                 elif member.connection is None and member.host.name in self._holders:
@@ -351,7 +345,7 @@ class Members:
 
     def _has_commit(self, members: Iterable[_Member]) -> bool:
         """Return whether one of these hosts has answered, and has the newest commit."""
-        return any(m.state is _State.READY and m.host.name in self._holders for m in members)
+        return any(m.is_ready and m.host.name in self._holders for m in members)
 
     def _retry(self, member: _Member) -> None:
         """Start an agent on a host without one. Ask an agent that could not take part again."""
@@ -359,7 +353,7 @@ class Members:
             return
         if member.connection is None:
             self._start_agent(member)
-        elif member.state is _State.FAILED and member.kept:
+        elif member.kept and not (member.is_ready or member.is_starting):
             member.retry_at = time.monotonic() + _RETRY_SECONDS
             self._ask(member)
 
@@ -370,15 +364,13 @@ class Members:
 
     def _start_agent(self, member: _Member) -> None:
         host = member.host
-        first = not member.problem
         try:
             self._agents.start({host: bool(host.local)}, self.settings.ssh, self.settings.python)
         except HvdkitError as error:
             self._fail(member, str(error))
             return
         member.connection = self._agents.connections[-1]
-        # `wait_for` does not wait for a host that has failed. The host joins when it answers.
-        member.state = _State.STARTING if first else _State.FAILED
+        # `wait_for` does not wait for a host with a problem. The host joins when it answers.
         member.kept = False
         limit = time.monotonic() + self.settings.timeouts.start
         member.deadline = min(member.deadline, limit)
@@ -409,14 +401,12 @@ class Members:
                 self._fail(member, connection.explain())
                 if had_answered and self._is_kept(member):
                     self._expect_again(member)
-        if member.fit and member.kept and member.connection is not None:
-            member.state, member.problem = _State.READY, ""
-            member.deadline = float("inf")
+        if member.is_ready:
+            member.problem, member.deadline = "", float("inf")
 
     def _expect_again(self, member: _Member) -> None:
         """Start another agent on a host, because maybe only the agent was killed."""
         member.problem, member.retry_at = "", 0.0
-        member.state = _State.STARTING
         member.deadline = time.monotonic() + _PROBE_SECONDS
 
     def _check_deadlines(self, now: float) -> None:
@@ -450,14 +440,12 @@ class Members:
             readers.say(f"{member.host.name} cannot take part: {problem}")
         member.problem = problem or "it failed"
         member.retry_at = time.monotonic() + _RETRY_SECONDS
-        if stays:
-            member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
-        else:
+        member.fit, member.deadline = False, float("inf")
+        if not stays:
             self._drop(member)
 
     def _drop(self, member: _Member) -> None:
         """End the agent of a host."""
-        member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
         connection, member.connection = member.connection, None
         if connection is not None:
             self._agents.drop([connection])
@@ -468,9 +456,9 @@ class Members:
         """Tell the ranks if a new start would use other hosts than the current start."""
         if not self._current:
             return
-        usable = self._usable(also=_State.STARTING)
+        usable = self._usable(also_starting=True)
         # The ranks commit before they end. After that, the hosts of this start have the commit.
-        chosen = self._with_holder(usable, dict(self._current).keys(), also=_State.STARTING)
+        chosen = self._with_holder(usable, dict(self._current).keys(), also_starting=True)
         # With too few slots, the ranks continue as long as their hosts permit.
         changed = total_slots(usable) >= self.min_size and self._assign(chosen) != self._current
         self._announce_version(self._version // 2 * 2 + int(changed))
@@ -495,20 +483,20 @@ class Members:
     def _on_list(self) -> list[_Member]:
         return [self._members[name] for name in self._listed]
 
-    def _usable(self, also: _State = _State.READY) -> list[Host]:
+    def _usable(self, also_starting: bool = False) -> list[Host]:
         """Return the hosts that can take part.
 
         Leave out the excluded hosts, unless the other hosts have fewer than `min_size` slots.
 
         Args:
-            also: a state of agents in which hosts of the current start count as usable, too.
+            also_starting: whether hosts of the current start whose agents start count, too.
         """
         current = dict(self._current)
         usable = [
             member.host
             for member in self._on_list()
-            if member.state is _State.READY
-            or (member.state is also and member.host.name in current)
+            if member.is_ready
+            or (also_starting and member.is_starting and member.host.name in current)
         ]
         good = [host for host in usable if not self.excluded(host.name)]
         return good if total_slots(good) >= self.min_size else usable
@@ -534,10 +522,7 @@ class Members:
         return [self._members[n] for n in order if n in holders and n in self._members]
 
     def _with_holder(
-        self,
-        usable: Sequence[Host],
-        holders: Collection[str],
-        also: _State = _State.READY,
+        self, usable: Sequence[Host], holders: Collection[str], also_starting: bool = False
     ) -> Sequence[Host]:
         """Return the hosts for a start. At least one has the newest commit, if this is possible.
 
@@ -549,10 +534,11 @@ class Members:
         Args:
             usable: the hosts that can take part.
             holders: the names of the hosts that have the newest commit.
-            also: a state of agents that counts as an answer, too.
+            also_starting: whether an agent that starts counts as an answer, too.
         """
         missing = self._missing_holders(usable, holders)
-        holder = next((m.host for m in missing if m.state in (_State.READY, also)), None)
+        answers = (m.host for m in missing if m.is_ready or (also_starting and m.is_starting))
+        holder = next(answers, None)
         if holder is None:
             return usable
         if holder in usable:
