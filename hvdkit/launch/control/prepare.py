@@ -103,14 +103,16 @@ def script(command: Sequence[str], directory: str) -> list[str]:
 
 
 def choose_network(
+    agents: AgentPool,
     plan: Plan,
     facts: Mapping[Host, Message],
     settings: Settings,
     warns: bool = False,
-) -> tuple[dict[Host, Interface], str]:
-    """Return the interface of each host's ranks, and this machine's address for the rendezvous.
+) -> Workers:
+    """Choose the interface of each host's ranks, and this machine's address for the rendezvous.
 
     Args:
+        agents: the agents.
         plan: the job.
         facts: host -> its facts (`host_facts.facts`).
         settings: the user's choices.
@@ -118,7 +120,8 @@ def choose_network(
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
-        return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
+        loopback = network.LOOPBACK
+        return Workers(agents, facts, dict.fromkeys(facts, loopback), loopback.address)
     networks = {
         host.name: HostNetwork(
             [Interface(**fields) for fields in found["interfaces"]],
@@ -138,7 +141,7 @@ def choose_network(
             f"({speed / 1000:g} Gbit/s). The hosts share a faster one ({faster_speed / 1000:g} "
             f"Gbit/s): --network {net}"
         )
-    return {host: chosen[host.name] for host in facts}, address
+    return Workers(agents, facts, {host: chosen[host.name] for host in facts}, address)
 
 
 def rank_messages(

@@ -153,9 +153,7 @@ def _with_broken(outcome: Outcome, workers: Workers) -> Outcome:
     if len(workers.interfaces) == 1 or not answering:
         return outcome
     try:
-        broken = broken_connections(
-            workers.agents, workers.interfaces, workers.address, _CONNECT_SECONDS
-        )
+        broken = broken_connections(workers, _CONNECT_SECONDS)
     except HvdkitError:
         return outcome  # the next start finds that a host does not answer
     return outcome.with_broken(broken)

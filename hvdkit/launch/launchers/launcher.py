@@ -119,10 +119,10 @@ class Launcher(ABC):
         self, agents: AgentPool, plan: Plan, facts: Mapping[Host, Message], checks: bool
     ) -> Workers:
         """Choose the network, and make the preflight if `checks`."""
-        interfaces, address = prepare.choose_network(plan, facts, self.settings, checks)
+        workers = prepare.choose_network(agents, plan, facts, self.settings, checks)
         if checks:
-            preflight.before_start(agents, interfaces, plan, self.settings, address)
-        return Workers(agents, facts, interfaces, address)
+            preflight.before_start(workers, plan, self.settings)
+        return workers
 
     def workers(self, plan: Plan) -> AbstractContextManager[Workers]:
         """Start the agents that start the ranks: one for each host, or one for each rank.

@@ -114,9 +114,10 @@ def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     connected = []
 
-    def before_start(agents, *others):
+    def before_start(workers, *others):
+        agents = workers.agents
         connected.append((len(agents.connections), len(agents.every)))
-        check(agents, *others)
+        check(workers, *others)
 
     check = preflight.before_start
     monkeypatch.setattr(preflight, "before_start", before_start)
