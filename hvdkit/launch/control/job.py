@@ -30,7 +30,7 @@ from hvdkit.launch.ending.outcome import Outcome, outcome
 from hvdkit.launch.ending.stalls import StallWatch
 from hvdkit.system.plain_files import parse_json
 from hvdkit.system.signals import begin_to_note, handle_stop_signals, ignored
-from hvdkit.system.whole_files import replacing
+from hvdkit.system.whole_files import write
 
 _POLL_SECONDS = 0.1
 # The messages of which an agent sends many.
@@ -144,9 +144,8 @@ class Job:
     def _write_events(self) -> None:
         if (folder := self._output.directory) is not None:
             # A full disk, for example, or a link of another user.
-            with contextlib.suppress(OSError), replacing(folder / EVENTS) as draft:
-                text = e.to_text(self._journal.plan, self._journal.events)
-                draft.write_text(text, encoding="utf-8")
+            with contextlib.suppress(OSError):
+                write(folder / EVENTS, e.to_text(self._journal.plan, self._journal.events))
 
     # Messages of agents
 

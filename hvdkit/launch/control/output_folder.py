@@ -30,7 +30,7 @@ from hvdkit.launch.ending import events
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.ending.outcome import outcome as outcome_of
 from hvdkit.system.plain_files import read_text
-from hvdkit.system.whole_files import beside, replacing
+from hvdkit.system.whole_files import beside, write
 
 
 def make(directory: Path) -> Path:
@@ -91,11 +91,7 @@ def describe_end(start: Start, outcome: Outcome) -> Start:
 
 def write_start(folder: Path, start: Start) -> None:
     """Write the description of a start, when it begins and when it ends."""
-    try:
-        with replacing(folder / START) as draft:
-            draft.write_text(start.to_json(), encoding="utf-8")
-    except OSError as error:  # a full disk must not end the job
-        readers.say(f"cannot write {folder / START}: {error.strerror}")
+    _write(folder / START, start.to_json())
 
 
 def write_error(folder: Path, outcome: Outcome, plan: Plan) -> None:
@@ -113,12 +109,14 @@ def write_error(folder: Path, outcome: Outcome, plan: Plan) -> None:
     After a signal, the script may have caught the exception.
     """
     hosts = [place.host.name for place in plan.places]
+    _write(folder / ERROR, json.dumps(error_content(outcome, hosts), indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        with replacing(folder / ERROR) as draft:
-            text = json.dumps(error_content(outcome, hosts), indent=2)
-            draft.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        readers.say(f"cannot write {folder / ERROR}: {error.strerror}")
+        write(path, text)
+    except OSError as error:  # a full disk must not end the job
+        readers.say(f"cannot write {path}: {error.strerror}")
 
 
 def replayed(folder: Path) -> str | None:

@@ -27,7 +27,7 @@ from hvdkit.launch.ending.facts import Facts
 from hvdkit.launch.ending.failure import Kind
 from hvdkit.launch.ending.journal import Journal
 from hvdkit.runtime.record_files import FOLDER, RAISED, RECORD, SILENT, STATES
-from hvdkit.system.whole_files import replacing
+from hvdkit.system.whole_files import write
 
 #: Seconds to wait for the records of all ranks.
 ANSWER_SECONDS = 5.0
@@ -360,8 +360,7 @@ class StallWatch:
             return
         with contextlib.suppress(OSError):  # a full disk must not end the job
             self._folder.mkdir(exist_ok=True)
-            with replacing(self._folder / name) as draft:
-                draft.write_text(text, encoding="utf-8")
+            write(self._folder / name, text)
 
 
 def _key(call: Call) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.faults.names import shortened
 from hvdkit.launch.agent import open_files
 from hvdkit.launch.control import readers
 from hvdkit.launch.control.connection import Connection
@@ -35,8 +36,6 @@ from hvdkit.launch.launchers.gloo import Gloo
 from hvdkit.launch.launchers.nodes.handshake import (
     Authenticator,
     NodeInfo,
-    Refused,
-    WrongKey,
     authenticate_to_node_0,
     describe_node,
     machine,
@@ -44,6 +43,7 @@ from hvdkit.launch.launchers.nodes.handshake import (
 from hvdkit.launch.launchers.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.launchers.nodes.settings import NodeSettings
 from hvdkit.system.plain_files import read_text
+from hvdkit.system.sealed import Refused, WrongKey
 from hvdkit.system.signals import begin_to_note, status_before_start
 from hvdkit.system.whole_files import beside, create
 
@@ -143,9 +143,8 @@ class Nodes(Gloo):
 
     def _missing(self, connected: Collection[int]) -> str:
         missing = [node for node in range(1, self._node.nodes) if node not in connected]
-        shown = ", ".join(map(str, missing[:_SHOWN_NODES]))
-        more = f" and {len(missing) - _SHOWN_NODES} more" if len(missing) > _SHOWN_NODES else ""
-        return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._node.nodes}"
+        shown = shortened(missing, _SHOWN_NODES)
+        return f"node{'s' if len(missing) > 1 else ''} {shown} of {self._node.nodes}"
 
     def _fail(self, connected: Collection[int], refused: Sequence[str], own: str) -> NoReturn:
         settings = self._node

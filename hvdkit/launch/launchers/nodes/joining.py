@@ -16,11 +16,11 @@ from hvdkit.errors import HvdkitError
 from hvdkit.launch.control import readers
 from hvdkit.launch.control.output import Output
 from hvdkit.launch.hosts.hosts import own_addresses
-from hvdkit.launch.launchers.nodes.handshake import WrongKey, authenticate_to_node_0, machine
+from hvdkit.launch.launchers.nodes.handshake import authenticate_to_node_0, machine, shown
 from hvdkit.launch.launchers.nodes.node_agent import NodeAgent
 from hvdkit.launch.launchers.nodes.settings import NodeSettings
 from hvdkit.system.plain_files import open_regular, parse_json
-from hvdkit.system.sealed import STEP_SECONDS, SealedConnection
+from hvdkit.system.sealed import STEP_SECONDS, Refused, SealedConnection, WrongKey
 
 #: Seconds of waiting after which the user gets a message.
 QUIET_SECONDS = 5.0
@@ -77,9 +77,13 @@ def _connected(settings: NodeSettings) -> Iterator[SealedConnection]:
         except OSError as error:
             problem = error.strerror or str(error)
         except WrongKey as error:
-            if settings.file is None:
-                raise
-            problem = str(error)  # the file may be that of an earlier job
+            problem = f"it and node {settings.node} do not have the same key"
+            if settings.file is None:  # a file may be that of an earlier job
+                raise HvdkitError(f"node 0 at {settings.rendezvous}: {problem}") from error
+        except Refused as error:
+            raise HvdkitError(
+                f"node 0 at {settings.rendezvous} refuses node {settings.node}: {shown(str(error))}"
+            ) from error
         else:
             with connection:
                 yield connection
