@@ -33,8 +33,6 @@ def add_options(
         | --rdzv HOST:PORT        excludes the other options of its group that begin with a bar
 
     Args:
-        parser: the parser.
-        text: the options.
         types: as for `TYPES`.
         defaults: the name of an option in the namespace -> its default.
     """

@@ -302,8 +302,6 @@ class RendezvousServer:
             can read and replace them.
 
     Attributes:
-        address: the address.
-        port: the port.
         key: the key of the job, for `gloo_environment`.
 
     Example:
@@ -372,8 +370,6 @@ def gloo_environment(
     """Return the environment variables of a rank in a Gloo job of `size` ranks.
 
     Args:
-        rank: the rank.
-        size: the number of ranks.
         rendezvous_address: the address of the `RendezvousServer`.
         rendezvous_port: its port.
         interface: the network interface of the rank.

@@ -63,7 +63,6 @@ def open_to_write(path: Path, flags: int) -> int:
     If `path` is a link, it is the file to which it leads.
 
     Args:
-        path: the file.
         flags: flags of `os.open`, such as O_WRONLY | O_APPEND.
 
     Raises:

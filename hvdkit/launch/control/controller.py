@@ -53,7 +53,6 @@ def over_gloo(plan: Plan, facts: Mapping[Host, Message], address: str) -> Iterat
     """Run the rendezvous of a start, and yield the controller.
 
     Args:
-        plan: the job.
         facts: host -> its facts (`host_facts.facts`).
         address: this machine's address for the rendezvous.
     """
@@ -71,9 +70,8 @@ def place_variables(
     """Return a function that returns the variables for a rank's place.
 
     Args:
-        plan: the job.
-        address: the address of its rendezvous.
-        port: the port of its rendezvous.
+        address: the address of the rendezvous.
+        port: the port of the rendezvous.
         key: the key for the rendezvous; None for a rendezvous without a key.
     """
 

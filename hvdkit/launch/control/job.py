@@ -48,10 +48,7 @@ class Job:
     """Watch the ranks of `plan` until all have ended. The agents were asked to start them.
 
     Args:
-        plan: the job.
-        agents: the agents of its hosts.
         output: gets the ranks' output.
-        timeouts: the timeouts of the job.
         controller: how the ranks find each other.
         elastic: whether ranks may end because the hosts have changed.
     """

@@ -44,7 +44,6 @@ class RankFiles:
 
     Args:
         option: the user's option with the folder, for messages.
-        directory: the folder.
     """
 
     def __init__(self, option: str, directory: Path) -> None:
@@ -104,7 +103,6 @@ class Output:
     further output to it is dropped. The ranks continue.
 
     Args:
-        size: the number of ranks.
         shown: the ranks whose lines are shown; default all, or rank 0 of a large job.
         directory: the folder for one file per rank; None for no files.
         stdout: the stream for the ranks' standard output; default this process's.
@@ -323,7 +321,6 @@ class TaggedOutput(Output):
     """Show the ranks' output as Horovod's horovodrun does, such as `[0]<stdout>:`.
 
     Args:
-        size: the number of ranks.
         others: arguments of `Output`.
         over_mpi: whether to use the prefix of Open MPI 4, such as `[1,0]<stdout>:`.
         with_time: whether the prefix begins with the time.

@@ -143,7 +143,6 @@ def error_content(outcome: Outcome, hosts: Sequence[str]) -> dict[str, Any]:
     """Return the content of `error.json`, see `write_error`.
 
     Args:
-        outcome: the outcome of the job.
         hosts: the host of each rank.
     """
     failure = outcome.failure

@@ -42,7 +42,6 @@ class Plan:
     """The command and the ranks of a job.
 
     Attributes:
-        command: the command of every rank.
         directory: the ranks' working directory, on every host.
         places: one per rank, in the order of ranks.
     """
@@ -93,7 +92,6 @@ def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return a text for ranks, such as `ranks 1 on host1, 2 on host2 and 3 more`.
 
     Args:
-        ranks: the ranks.
         hosts: the host of each rank of the job.
     """
     named = [f"{rank} on {hosts[rank]}" for rank in ranks]

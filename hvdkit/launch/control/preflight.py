@@ -53,7 +53,6 @@ class Checked:
     """The diagnostics of the hosts, and the hosts to which their errors belong.
 
     Attributes:
-        diagnostics: the diagnostics.
         versions: the name of a package that differs -> the name of each host -> its version.
         broken: the connections that fail.
     """
@@ -136,7 +135,6 @@ def check(
     """Examine the hosts, all at once.
 
     Args:
-        workers: the agents of the hosts, and their network.
         plan: the number of ranks, and their hosts.
         timeout: seconds for the answers to each question.
         bandwidth: also measure the bandwidth between the first two hosts.

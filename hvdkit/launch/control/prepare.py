@@ -112,10 +112,7 @@ def choose_network(
     """Choose the interface of each host's ranks, and this machine's address for the rendezvous.
 
     Args:
-        agents: the agents.
-        plan: the job.
         facts: host -> its facts (`host_facts.facts`).
-        settings: the user's choices.
         warns: whether to warn if the hosts share a network that is faster than that of ssh.
     """
     local = local_hosts(plan)
@@ -154,9 +151,6 @@ def rank_messages(
     """Return what the agents get about each rank: its numbers and its environment.
 
     Args:
-        plan: the job.
-        workers: the facts of the hosts, and their network.
-        settings: the user's choices.
         place_variables: returns the variables with a rank's place, such as its local rank.
         master_port: a free port of rank 0's host, for `environment.torch_variables`; None for ranks
             without these variables.

@@ -130,7 +130,6 @@ def best_connected(
     many slots.
 
     Args:
-        hosts: the hosts.
         broken: the connections that fail.
         proven: the names of hosts on which ranks have been started, which may have commits. Another
             host is left out first if no host has more broken connections. None: all hosts are

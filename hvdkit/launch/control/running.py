@@ -25,10 +25,6 @@ class Runner:
 
     The first start fails if the folder for its output cannot be made. Later starts continue
     without it, because a full disk must not end a job that can resume.
-
-    Args:
-        options: the user's options.
-        launcher: the launcher.
     """
 
     def __init__(self, options: argparse.Namespace, launcher: Launcher) -> None:
@@ -43,7 +39,6 @@ class Runner:
         before the agents are closed, which may take many seconds.
 
         Args:
-            plan: the job.
             elastic: as for `Launcher.run`.
 
         Raises:

@@ -105,9 +105,7 @@ class ElasticJob(Supervisor):
     """An elastic job.
 
     Attributes:
-        members: the hosts.
         exclusions: the hosts that are left out.
-        limits: the limits of the job.
     """
 
     progress: ClassVar[str] = "commit or checkpoint"
@@ -219,10 +217,8 @@ def run(
     """Run an elastic job until it ends.
 
     Args:
-        launcher: the launcher of its ranks.
         make_plan: see `MakePlan`.
         hosts: see `FindHosts`.
-        limits: the limits of the job.
         start: as for `Supervisor`.
 
     Raises:

@@ -87,7 +87,6 @@ class Members:
         discover: returns the current list of hosts. Its argument is a function that returns whether
             to end the search early.
         task: the fields of the `task` message, with which agents examine their hosts.
-        settings: how to reach hosts.
         min_size: the smallest number of ranks.
         max_size: the largest number of ranks; None for all slots.
         excluded: returns whether a host is left out because of its failures.

@@ -126,7 +126,6 @@ class InHorovod(Event):
     """A rank starts Horovod, runs it, or shuts it down.
 
     Attributes:
-        rank: the rank.
         start: the number of its last start of Horovod, from 1.
         connected: whether this start has connected the rank; over Gloo, whether the rank has
             registered at the rendezvous, because the engine has a timeout for the rest.
@@ -144,7 +143,6 @@ class Answered(Event):
     """A rank has sent a record, see `RankRecords`.
 
     Attributes:
-        rank: the rank.
         reason: as for `Record`.
         call: the key of the oldest collective for which it waits; "" for none.
         waited: the seconds for which it waits.
@@ -179,9 +177,7 @@ class Ended(Event):
     """The process of a rank has ended, and all its output has arrived.
 
     Attributes:
-        rank: the rank.
         status: its exit status, negative for a signal.
-        tail: its last lines of output.
         hint: the probable cause of its end, if the agent knows one.
         stack: the lines of faulthandler after a crash.
     """
@@ -223,8 +219,6 @@ class AgentLost(Event):
     """The agent of some ranks is lost.
 
     Attributes:
-        host: its host.
-        ranks: its ranks.
         text: the sentences for the user.
         with_host: whether the host does not answer; otherwise only the agent has ended.
         paused: whether the agent has ended because the launcher was stopped.

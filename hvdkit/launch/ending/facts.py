@@ -26,7 +26,6 @@ class Facts:
     """The facts of a job.
 
     Args:
-        plan: the job.
         events: its events, in any order.
     """
 

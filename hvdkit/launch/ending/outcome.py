@@ -159,7 +159,6 @@ def outcome(plan: JobPlan, events: Iterable[Event]) -> Outcome:
     After a request to stop that came before the failure, there is no restart in any row.
 
     Args:
-        plan: the job.
         events: what has happened, in any order.
     """
     facts = Facts(plan, events)

@@ -41,12 +41,7 @@ VERDICT = "verdict.txt"
 
 
 class Stalls:
-    """Questions to the ranks of a job, and verdicts on a lack of progress, from the events.
-
-    Args:
-        journal: the events of the job.
-        timeouts: the timeouts of the job.
-    """
+    """Questions to the ranks of a job, and verdicts on a lack of progress, from the events."""
 
     def __init__(self, journal: Journal, timeouts: Timeouts) -> None:
         self._journal = journal
@@ -287,8 +282,6 @@ class StallWatch:
     """Ask the ranks of a job, and show the verdicts.
 
     Args:
-        journal: the events of the job.
-        timeouts: the timeouts of the job.
         output: the output folder of this start; None for none.
         ask: asks all ranks for records.
     """
@@ -335,7 +328,6 @@ class StallWatch:
         """Ask the ranks, or show the verdict, if it is time.
 
         Args:
-            now: the time (`time.monotonic`).
             silent_hosts: returns a sentence for each host that did not answer the launcher for some
                 time.
         """

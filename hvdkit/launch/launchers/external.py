@@ -31,10 +31,7 @@ def agents_started_by(
 
     Args:
         name: mpirun or srun.
-        command: its command line.
-        env: its environment.
         listener: the listener for its agents.
-        plan: the job.
         timeout: seconds for all agents to connect.
         holds: whether to hold back the command's messages about ranks that have failed.
 

@@ -36,8 +36,6 @@ class ExternalLauncher:
 
     Args:
         name: mpirun or srun.
-        command: its command line.
-        env: its environment.
         holds: returns whether to hold back what it says now, given `explained`.
 
     Attributes:

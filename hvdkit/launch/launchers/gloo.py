@@ -35,9 +35,6 @@ class Gloo(Launcher):
     """Start ranks over Gloo, with an agent on each host: here, or over ssh.
 
     The agents stay between the starts of the job.
-
-    Attributes:
-        agents: the agents.
     """
 
     name = "Gloo"
@@ -168,9 +165,6 @@ def manual_commands(
     """Return the lines of a dry run with commands that start the ranks without hvdkit.
 
     Args:
-        plan: the job.
-        settings: how it is started.
-        workers: the hosts and their network.
         on_host: returns the command that runs the given words on a host.
     """
     port = network.free_port(workers.address)

@@ -44,11 +44,7 @@ from hvdkit.launch.hosts.hosts import Host
 class Launcher(ABC):
     """One way to start the ranks of a job. A context manager for all starts of the job.
 
-    Args:
-        settings: the settings of the job.
-
     Attributes:
-        settings: as given.
         refused: an option of `hvdkit run` that this launcher does not take -> why, and what to do.
         in_allocation: whether the hosts are those of an allocation. They stay the same, and only
             the batch system can give the job another host.
@@ -108,7 +104,6 @@ class Launcher(ABC):
         """Examine the hosts, and choose the network. May end the agents on exit.
 
         Args:
-            plan: the job.
             checks: whether to make the preflight, and to warn of a faster network.
 
         Raises:
@@ -144,7 +139,6 @@ class Launcher(ABC):
         """Return the hosts of a plan that do not answer or cannot take part now, and why.
 
         Args:
-            plan: the plan.
             timeout: seconds for the hosts to answer.
         """
         return {}
@@ -165,7 +159,6 @@ class Launcher(ABC):
         On exit, the context closes the agents that do not stay. This may take many seconds.
 
         Args:
-            plan: the job.
             output: gets the ranks' output.
             elastic: returns the variables for the ranks of an elastic job on a host; None in other
                 jobs.

@@ -62,9 +62,7 @@ def mpirun_command(
     """Return mpirun's command line.
 
     Args:
-        mpirun: the mpirun.
         plan: the number of ranks on each host.
-        command: the command of each rank.
         interfaces: host -> the interface of its ranks.
         variables: the names of the ranks' variables. mpirun takes the values from its own
             environment, so that no command line shows them. Names in `extra` are left out.
@@ -183,8 +181,6 @@ class Mpi(Launcher):
     """Start ranks with an MPI's `mpirun`, which starts an agent for each.
 
     Args:
-        settings: the settings of the job.
-        mpirun: the mpirun.
         extra: the user's own arguments for mpirun.
     """
 

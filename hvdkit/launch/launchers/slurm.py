@@ -63,8 +63,6 @@ def srun_command(
 
     Args:
         plan: the host of each rank.
-        allocation: the allocation.
-        command: the command of each rank.
         variables: the names of the ranks' variables, besides Slurm's. srun takes the values from
             its own environment, so that no command line shows them.
         kind: srun's `--mpi`.
@@ -106,8 +104,6 @@ class Slurm(Launcher):
     """Start ranks inside an allocation: `srun` starts an agent for each rank.
 
     Args:
-        settings: the settings of the job.
-        allocation: the allocation.
         kind: srun's `--mpi` for ranks over MPI; None for Gloo.
     """
 

@@ -41,7 +41,6 @@ def parse_with(
     """Parse a file and a command line. The command line takes precedence.
 
     Args:
-        path: the file.
         verb: the parser of `hvdkit run`.
         words: the command line after `run`.
 

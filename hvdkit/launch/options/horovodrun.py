@@ -51,7 +51,6 @@ class Job:
 
     Attributes:
         given: the key of each given option -> its value.
-        command: the command of every rank.
         env: the environment of the launcher.
     """
 

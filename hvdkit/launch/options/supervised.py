@@ -61,8 +61,6 @@ def run(
 
     Args:
         plan: the plan of the first start.
-        options: the user's options.
-        launcher: the launcher.
         hosts: returns the hosts that the user names for the next start; None if none are named.
     """
 

@@ -36,7 +36,6 @@ class Slot:
 
     Attributes:
         rank: its number.
-        environment: its environment.
         cpus: the CPUs that it is bound to.
     """
 
@@ -62,8 +61,6 @@ class SparePool:
     """The spares of the ranks of one start on a host. They can become ranks of the next start.
 
     Args:
-        command: the command of the ranks.
-        directory: their working directory.
         slots: the ranks that get spares, once they have reported their modules.
 
     Attributes:

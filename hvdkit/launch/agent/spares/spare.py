@@ -33,14 +33,11 @@ class Spare:
 
     Args:
         group: the group of the ranks of the next start.
-        command: the command of the rank.
         python: the parts of `command`, as `recognise` returns them.
-        directory: the working directory of the rank.
         environment: the environment that the rank has now.
         cpus: the CPUs that the rank is bound to.
 
     Attributes:
-        process: the process.
         socket: the connection to it, which does not block.
         loads: the times of the calls of `load` (`time.monotonic`).
     """

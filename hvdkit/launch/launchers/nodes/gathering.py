@@ -57,7 +57,6 @@ class Nodes(Gloo):
 
     Args:
         node: node 0's options.
-        settings: the settings of the job.
     """
 
     # A node cannot join a running job again.

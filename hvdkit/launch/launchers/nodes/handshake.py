@@ -55,7 +55,6 @@ class Authenticator:
 
     Args:
         settings: node 0's settings.
-        key: the job's key.
 
     Attributes:
         refused: why nodes were refused; the texts and their number are bounded.

@@ -36,8 +36,6 @@ def join(settings: NodeSettings, command: Sequence[str], directory: str) -> int:
 
     Args:
         settings: this node's.
-        command: the command of its ranks.
-        directory: their working directory.
 
     Raises:
         HvdkitError: node 0 cannot be reached, or refuses this node.
@@ -160,7 +158,6 @@ def connect_to_any(
     """Connect to the first of these addresses where node 0 answers. Another program may, too.
 
     Args:
-        addresses: the addresses of node 0.
         authenticate: returns the connection in another form. Raises OSError or `WrongKey` if the
             other end is not node 0.
         timeout: seconds for each connection.
