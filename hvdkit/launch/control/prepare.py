@@ -7,6 +7,7 @@ The launchers call the functions in this order: `start_agents`, `collect_facts`,
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from hvdkit.launch.control.plan import Place, Plan
 from hvdkit.launch.control.questions import Questions
 from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.hosts.hosts import Host, are_local
+from hvdkit.rendezvous.server import KEY
 
 _SHOWN_NAMES = 8
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -211,7 +213,7 @@ def start_ranks(
         HvdkitError: the host of rank 0 does not answer.
     """
     agents = workers.agents
-    port = _master_port(plan, workers, settings) if settings.torch_env else None
+    port = _master_port(plan, workers, settings)
     ranks = rank_messages(plan, workers, settings, place_variables, port)
     groups = plan.by_agent(len(agents.connections))
     for connection, places in zip(agents.connections, groups, strict=True):
@@ -219,8 +221,10 @@ def start_ranks(
         connection.send("start", ranks=[ranks[place.rank] for place in places], size=plan.size)
 
 
-def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int:
-    """Return a free port of rank 0's host."""
+def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int | None:
+    """Return a free port of rank 0's host; None for ranks without torchrun's variables."""
+    if not settings.torch_env:
+        return None
     host = plan.places[0].host
     address = workers.interfaces[host].address
     if workers.interfaces[host] is network.LOOPBACK:
@@ -230,6 +234,29 @@ def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int:
     with agents.only([next(each for each in agents.connections if each.host == host)]):
         questions = Questions(agents, settings.timeouts.start)
         return int(questions.all("free_port", {"address": address})[host])
+
+
+def rank_lines(
+    plan: Plan,
+    workers: Workers,
+    settings: Settings,
+    place_variables: Callable[[Place, Interface], Mapping[str, str]],
+) -> list[str]:
+    """Return the command of each rank for a dry run. The arguments are those of `rank_messages`."""
+    port = _master_port(plan, workers, settings)
+    # Variables from -x, and variables of unknown use, may be secrets.
+    asked = environment.explicit(os.environ, settings.variables)
+    forwarded = environment.forwarded(os.environ).keys() - environment.known(os.environ).keys()
+    hidden = {*asked, *forwarded, KEY}
+    lines = []
+    for rank in rank_messages(plan, workers, settings, place_variables, port):
+        variables = rank["defaults"] | rank["env"]
+        shown = {name: value for name, value in variables.items() if name not in hidden}
+        words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
+        lines.append(f"  cd {shlex.quote(plan.directory)} && {shlex.join([*words, *plan.command])}")
+    if asked:
+        lines.append(f"  (and with {', '.join(sorted(asked))}, from -x)")
+    return lines
 
 
 def warn_of_withheld(plan: Plan, settings: Settings) -> None:

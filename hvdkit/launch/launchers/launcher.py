@@ -20,6 +20,7 @@ failure, test the message, the exit status, and that no process is left.
 from __future__ import annotations
 
 import argparse
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -132,8 +133,8 @@ class Launcher(ABC):
         """Start what the ranks need to find each other."""
 
     @abstractmethod
-    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
-        """Return the lines of a dry run with the commands that would start the ranks."""
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[Sequence[str]]:
+        """Return the commands that start the agents of the ranks."""
 
     def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:  # noqa: ARG002
         """Return the hosts of a plan that do not answer or cannot take part now, and why.
@@ -179,14 +180,23 @@ class Launcher(ABC):
             yield self.after_failure(job.run(), plan, workers)
 
     def describe(self, plan: Plan) -> str:
-        """Return the plan as text, and the commands that would start the ranks.
+        """Return the plan as text, with the commands of the agents and of the ranks.
 
         This starts agents to ask the hosts, but starts no rank.
 
         Raises:
             HvdkitError: a host cannot take part.
         """
-        with self.examined(plan, checks=False) as workers:
-            lines = [f"{plan.size} ranks over {self.name}, in {plan.directory}"]
-            lines += prepare.host_lines(plan, workers, self.settings)
-            return "\n".join([*lines, "", *self.commands(plan, workers)])
+        with (
+            self.examined(plan, checks=False) as workers,
+            self.controller(plan, workers) as controller,
+        ):
+            lines = [
+                f"{plan.size} ranks over {self.name}, in {plan.directory}",
+                *prepare.host_lines(plan, workers, self.settings),
+                "\nThis starts the agents:",
+                *(f"  {shlex.join(command)}" for command in self.commands(plan, workers)),
+                "\nThe agents start the ranks, with more variables in their environment:",
+                *prepare.rank_lines(plan, workers, self.settings, controller.variables),
+            ]
+            return "\n".join(lines)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -17,11 +16,12 @@ from typing import ClassVar
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.control import environment, network, prepare
+from hvdkit.launch.control import network, prepare
 from hvdkit.launch.control.agent_command import agent_variables, local_agent_command
 from hvdkit.launch.control.agent_pool import AgentPool
-from hvdkit.launch.control.controller import MPI_VARIABLES, Controller, over_mpi
+from hvdkit.launch.control.controller import Controller, over_mpi
 from hvdkit.launch.control.listener import AgentListener
+from hvdkit.launch.control.messages import LISTENER_VARIABLES
 from hvdkit.launch.control.network import Interface
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.settings import Settings
@@ -56,7 +56,6 @@ def mpirun_command(
     interfaces: Mapping[Host, Interface],
     variables: Sequence[str],
     ssh: Ssh,
-    directory: str,
     extra: Sequence[str] = (),
 ) -> list[str]:
     """Return mpirun's command line.
@@ -64,10 +63,9 @@ def mpirun_command(
     Args:
         plan: the number of ranks on each host.
         interfaces: host -> the interface of its ranks.
-        variables: the names of the ranks' variables. mpirun takes the values from its own
+        variables: the names of the agents' variables. mpirun takes the values from its own
             environment, so that no command line shows them. Names in `extra` are left out.
         ssh: how mpirun reaches other hosts.
-        directory: the ranks' working directory.
         extra: the user's own arguments (--mpi-args), which follow those of hvdkit. They replace
             `--map-by` and `--bind-to`: Open MPI 5 refuses an option that is given twice.
     """
@@ -80,7 +78,7 @@ def mpirun_command(
         else _hydra(plan, interfaces, variables)
     )
     ours += _placement(mpirun, extra)
-    place = ["-n", str(plan.size), "-wdir", directory]
+    place = ["-n", str(plan.size), "-wdir", "/"]
     return [mpirun.path, *place, *ours, *extra, *command]
 
 
@@ -218,16 +216,7 @@ class Mpi(Launcher):
             pass
         ssh, timeout = self.settings.ssh, self.settings.timeouts.start
         with closing(AgentListener(found.address, plan.size, ssh.silence)) as listener:
-            command = mpirun_command(
-                self._mpirun,
-                plan,
-                local_agent_command(),
-                interfaces=found.interfaces,
-                variables=[*listener.variables(), *agent_variables()],
-                ssh=ssh,
-                directory="/",
-                extra=self._extra,
-            )
+            (command,) = self.commands(plan, found)
             env = without_rank_variables(os.environ) | _hydra_environment(ssh)
             env |= listener.variables()
             with agents_started_by(
@@ -243,21 +232,15 @@ class Mpi(Launcher):
     ) -> AbstractContextManager[Controller]:
         return nullcontext(over_mpi({}))
 
-    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
-        variables = self.settings.variables
-        names = environment.known(os.environ) | environment.explicit(os.environ, variables)
-        command = mpirun_command(
-            self._mpirun,
-            plan,
-            plan.command,
-            interfaces=workers.interfaces,
-            variables=sorted(names | MPI_VARIABLES),
-            ssh=self.settings.ssh,
-            directory=plan.directory,
-            extra=self._extra,
-        )
-        given = environment.explicit({}, [text for text in variables if "=" in text])
-        shown = [f"{name}={value}" for name, value in sorted(MPI_VARIABLES.items())]
-        shown += [f"{name}=…" for name in sorted(given)]
-        words = shlex.join(["env", *shown, *command])
-        return ["To start the same ranks by hand:", f"  {words}"]
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[Sequence[str]]:
+        return [
+            mpirun_command(
+                self._mpirun,
+                plan,
+                local_agent_command(),
+                interfaces=workers.interfaces,
+                variables=[*LISTENER_VARIABLES, *agent_variables()],
+                ssh=self.settings.ssh,
+                extra=self._extra,
+            )
+        ]

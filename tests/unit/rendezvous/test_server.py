@@ -460,10 +460,3 @@ def test_process_sets_on_several_hosts(ranks, hosts):
         results = start(server, code, size=size, hosts=hosts, **env).wait(timeout=180)
     sums = [int(result.output.splitlines()[-1].split()[2]) for result in results]
     assert sums == [len(ranks) if rank in ranks else 0 for rank in range(size)]
-
-
-@pytest.mark.parametrize("arguments", [[], ["127.0.0.1"], ["127.0.0.1", "http"]])
-def test_wrong_arguments_of_the_server_get_a_clear_error(arguments, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rendezvous", *arguments])
-    with pytest.raises(SystemExit, match=r"expected an address of this machine and a port"):
-        rendezvous.main()
