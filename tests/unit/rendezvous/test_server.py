@@ -327,10 +327,12 @@ def start(server, code, size=2, hosts=(2,), **variables):
     """Start ranks that run `code`, as if on hosts with these numbers of ranks."""
     plan = make_plan(["x"], "/", [Host(f"host{i}", slots) for i, slots in enumerate(hosts)], size)
     base = without_rank_variables(os.environ) | {"OMP_NUM_THREADS": "1"}
-    places = place_variables(plan, server.address, server.port, server.key)
     command = [sys.executable, "-c", code]
-    ranks = [base | places(place, LOOPBACK) | variables for place in plan.places]
-    return start_ranks([RankCommand(command, env) for env in ranks])
+    ranks = [
+        RankCommand(command, base | place_variables(place, LOOPBACK, size, server) | variables)
+        for place in plan.places
+    ]
+    return start_ranks(ranks)
 
 
 ALLREDUCE = """
