@@ -139,7 +139,6 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     from hvdkit.launch.elastic.options import limits
 
     job_limits = limits(options)
-    supervised.check_host_timeout(options)
     if not _named(options) and (allocation.inside(os.environ) or batch_hosts(os.environ)):
         raise UsageError(
             "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
@@ -219,8 +218,6 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
         UsageError: an option is missing, or a number is out of range.
     """
     count = options.nodes
-    if count < 1:
-        raise UsageError(f"--nodes is {count}; expected at least 1")
     if options.rdzv is None and options.rdzv_file is None:
         raise UsageError(
             f"--nodes is {count}, without the address of node 0; give --rdzv or --rdzv-file"
