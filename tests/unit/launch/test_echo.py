@@ -8,19 +8,15 @@ _BEGIN = '''
 import json, os, sys
 from hvdkit.launch.agent.echo import Echo
 from hvdkit.launch.control import readers
-from hvdkit.launch.control.output import Output
 
 shown_at, said = os.dup(1), []
 readers.say = said.append
-
-def make_output(size, out, errors):
-    return Output(size, range(size), stdout=out, stderr=errors, progress=False)
 
 def begin(target):
     """Return an `Echo` that writes to `target`."""
     for descriptor in (1, 2):
         os.dup2(target, descriptor)
-    return Echo(make_output)
+    return Echo()
 
 def report(value):
     os.write(shown_at, json.dumps(value).encode())

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from hvdkit.errors import HvdkitError
+from hvdkit.launch.agent.echo import Echo
 from hvdkit.launch.control import readers
-from hvdkit.launch.control.output import Output
 from hvdkit.launch.hosts.hosts import own_addresses
 from hvdkit.launch.launchers.nodes.handshake import authenticate_to_node_0, machine, shown
 from hvdkit.launch.launchers.nodes.node_agent import NodeAgent
@@ -46,11 +46,7 @@ def join(settings: NodeSettings, command: Sequence[str], directory: str) -> int:
             "directory": directory,
             "path": os.environ.get("PATH"),
         }
-
-        def make_output(size: int, out: IO[bytes], errors: IO[bytes]) -> Output:
-            return Output(size, range(size), stdout=out, stderr=errors, progress=False)
-
-        agent = NodeAgent(connection, connection, overrides, make_output)
+        agent = NodeAgent(connection, connection, overrides, Echo())
         agent.run()
     if agent.outcome is None:
         readers.say("lost node 0; see its output for the reason")
