@@ -104,6 +104,17 @@ def check_command(command: Sequence[str]) -> None:
         raise UsageError("there is no command to run; expected e.g. `hvdkit run -np 2 python x.py`")
 
 
+def shares(hosts: Sequence[Host], size: int) -> list[tuple[Host, int]]:
+    """Return the hosts that get ranks, each up to its slots, and their numbers of ranks."""
+    found: list[tuple[Host, int]] = []
+    left = size
+    for host in hosts:
+        if count := min(host.slots, left):
+            found.append((host, count))
+            left -= count
+    return found
+
+
 def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], size: int) -> Plan:
     """Assign ranks to the hosts in order, each host up to its slots, as Horovod does.
 
@@ -121,12 +132,7 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
             f"-np is {size}, but the hosts have {name_slots(total_slots(hosts))} "
             f"({describe_slots(hosts)}). Lower -np, add hosts, or give them more slots: HOST:SLOTS."
         )
-    counts: list[tuple[Host, int]] = []
-    left = size
-    for host in hosts:
-        if count := min(host.slots, left):
-            counts.append((host, count))
-            left -= count
+    counts = shares(hosts, size)
     # For each local rank, the number of hosts that have it.
     across = Counter(local_rank for _, count in counts for local_rank in range(count))
     before: Counter[int] = Counter()

@@ -20,7 +20,8 @@ from hvdkit.launch.control.restarting import (
     Variables,
     in_a_row,
 )
-from hvdkit.launch.elastic.members import Members, assignment_of
+from hvdkit.launch.elastic.choice import assignment_of
+from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host, total_slots
 from hvdkit.launch.launchers.gloo import Gloo

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -25,6 +25,8 @@ from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.messages import PAUSE_SECONDS, Message
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.settings import Settings
+from hvdkit.launch.elastic.choice import Assignment, Choice, assignment_of
+from hvdkit.launch.elastic.member import Member
 from hvdkit.launch.hosts.hosts import Host, are_local, name_slots, total_slots
 from hvdkit.system.signals import begin_to_note
 
@@ -37,46 +39,6 @@ _RETRY_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 #: Seconds for each thread to end.
 _THREAD_SECONDS = 5.0
-
-#: (name of a host, its number of ranks) for each host of a start, in the order of ranks.
-Assignment = Sequence[tuple[str, int]]
-
-
-@dataclass
-class _Member:
-    """A host of the list of hosts, and its agent.
-
-    Attributes:
-        host: the host, with its current slots.
-        folder: the name of its folders for commits.
-        connection: the connection to its agent; None without one.
-        fit: whether the agent has answered that the host can take part.
-        kept: whether the agent has made the folders for commits.
-        folders: the paths of these folders. The next agent of the host keeps the same folders.
-        deadline: the time until which its agent must answer; infinite if no answer is expected.
-        retry_at: the time of the next attempt to start an agent, or to ask an agent that stays.
-        problem: the last problem that was printed; empty if the agent has answered since.
-    """
-
-    host: Host
-    folder: str
-    connection: Connection | None = None
-    fit: bool = False
-    kept: bool = False
-    folders: Sequence[str] = ()
-    deadline: float = float("inf")
-    retry_at: float = 0.0
-    problem: str = ""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its agent has answered, and the host can take part."""
-        return self.fit and self.kept
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether an answer of its agent is expected, for the first time or after the last one."""
-        return not self.is_ready and not self.problem and self.deadline < float("inf")
 
 
 @dataclass
@@ -99,7 +61,7 @@ class Members:
     max_size: int | None
     excluded: Callable[[str], bool]
     _agents: AgentPool = field(init=False)
-    _members: dict[str, _Member] = field(default_factory=dict)
+    _members: dict[str, Member] = field(default_factory=dict)
     # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
     _folders: dict[str, str] = field(default_factory=dict)
@@ -144,11 +106,7 @@ class Members:
 
     def _lacks_agent(self) -> bool:
         """Return whether the agent of a host has just been lost, and the next one starts."""
-        return any(
-            member.folders
-            and (member.is_starting or (member.connection is not None and member.connection.ended))
-            for member in self._members.values()
-        )
+        return any(member.lacks_agent for member in self._members.values())
 
     # For the supervisor
 
@@ -156,7 +114,7 @@ class Members:
         """Return the hosts that can take part, as soon as they have `size` slots.
 
         If none of these hosts has the newest commit, the first host that is returned has it, see
-        `_with_holder`.
+        `Choice.with_holder`.
 
         Raises:
             HvdkitError: they have fewer slots after `timeout` seconds, or the first look at the
@@ -169,11 +127,11 @@ class Members:
                 if self._error is not None:
                     raise self._error
                 usable = self._usable()
-                awaited = [*self._on_list(), *self._missing_holders(usable, self._holders)]
+                awaited = [*self._on_list(), *self._choice.missing_holders(usable, self._holders)]
                 starting = any(member.is_starting for member in awaited)
                 if self._problem is not None and not starting:
                     if total_slots(usable) >= size:
-                        hosts = self._with_holder(usable, self._holders)
+                        hosts = self._choice.with_holder(usable, self._holders)
                         self._say_holder(hosts[0], usable)
                         return hosts
                     if not told:
@@ -204,10 +162,10 @@ class Members:
             for member in self._members.values():
                 if member.is_ready:
                     member.deadline = time.monotonic() + _PROBE_SECONDS
-                    self._ask(member)
+                    member.ask(self.task)
                 elif member.connection is None and member.host.name in self._holders:
                     # Its agent was lost after the ranks had committed, and before this call.
-                    self._expect_again(member)
+                    member.expect_again(_PROBE_SECONDS)
 
     def holders(self) -> frozenset[str]:
         """Return the names of the hosts that have the newest commit."""
@@ -316,10 +274,10 @@ class Members:
             else:
                 # The next agent of a host gets the same folders.
                 folder = self._folders.setdefault(host.name, os.urandom(16).hex())
-                self._members[host.name] = _Member(host, folder)
+                self._members[host.name] = Member(host, folder)
         for name, member in list(self._members.items()):
             if not self._is_kept(member) and name not in dict(self._current):
-                self._drop(self._members.pop(name))
+                self._members.pop(name).drop(self._agents)
 
     def _sort_list(self, names: Iterable[str]) -> None:
         """Set the names on the list.
@@ -332,7 +290,7 @@ class Members:
         order = dict.fromkeys([*dict(self._current), *self._listed, *names])
         self._listed = [name for name in order if name in listed]
 
-    def _is_kept(self, member: _Member) -> bool:
+    def _is_kept(self, member: Member) -> bool:
         """Return whether the host needs an agent.
 
         Hosts on the list need one, and a host with the newest commit if no host on the list that
@@ -342,39 +300,22 @@ class Members:
             return True
         return member.host.name in self._holders and not self._has_commit(self._on_list())
 
-    def _has_commit(self, members: Iterable[_Member]) -> bool:
+    def _has_commit(self, members: Iterable[Member]) -> bool:
         """Return whether one of these hosts has answered, and has the newest commit."""
         return any(m.is_ready and m.host.name in self._holders for m in members)
 
-    def _retry(self, member: _Member) -> None:
+    def _retry(self, member: Member) -> None:
         """Start an agent on a host without one. Ask an agent that could not take part again."""
         if self._stop.is_set():
             return
         if member.connection is None:
-            self._start_agent(member)
+            try:
+                member.start(self._agents, self.settings, self.task)
+            except HvdkitError as error:
+                self._fail(member, str(error))
         elif member.kept and not (member.is_ready or member.is_starting):
             member.retry_at = time.monotonic() + _RETRY_SECONDS
-            self._ask(member)
-
-    def _ask(self, member: _Member) -> None:
-        assert member.connection is not None
-        member.fit = False
-        member.connection.send("task", **self.task)
-
-    def _start_agent(self, member: _Member) -> None:
-        host = member.host
-        try:
-            self._agents.start({host: bool(host.local)}, self.settings.ssh, self.settings.python)
-        except HvdkitError as error:
-            self._fail(member, str(error))
-            return
-        member.connection = self._agents.connections[-1]
-        # `wait_for` does not wait for a host with a problem. The host joins when it answers.
-        member.kept = False
-        limit = time.monotonic() + self.settings.timeouts.start
-        member.deadline = min(member.deadline, limit)
-        self._ask(member)
-        member.connection.send("keep", name=member.folder)
+            member.ask(self.task)
 
     def _handle(self, connection: Connection, message: Message) -> None:
         member = next((m for m in self._members.values() if m.connection is connection), None)
@@ -393,20 +334,15 @@ class Members:
             case "signalled" if not self._stop.is_set():
                 # Its successor gets the commits. At the end of the job, the agent deletes them.
                 member.fit = False
-                self._expect_again(member)
+                member.expect_again(_PROBE_SECONDS)
                 connection.send("end", grace=0.0)
             case "lost":
                 had_answered = member.kept
                 self._fail(member, connection.explain())
                 if had_answered and self._is_kept(member):
-                    self._expect_again(member)
+                    member.expect_again(_PROBE_SECONDS)
         if member.is_ready:
             member.problem, member.deadline = "", float("inf")
-
-    def _expect_again(self, member: _Member) -> None:
-        """Start another agent on a host, because maybe only the agent was killed."""
-        member.problem, member.retry_at = "", 0.0
-        member.deadline = time.monotonic() + _PROBE_SECONDS
 
     def _check_deadlines(self, now: float) -> None:
         for member in self._members.values():
@@ -417,7 +353,7 @@ class Members:
                 why = member.connection.explain() if member.connection else "its agent has ended"
                 self._fail(member, f"it does not answer: {why}")
 
-    def _limit_of_holder(self, member: _Member, now: float) -> float:
+    def _limit_of_holder(self, member: Member, now: float) -> float:
         """Return the time until which to wait for a host that alone has the newest commit.
 
         Its agent deletes the commit when its connection ends, so the host gets as much time as a
@@ -429,11 +365,11 @@ class Members:
             return float("-inf")
         return min(member.connection.silent_since, now) + self.settings.ssh.silence
 
-    def _may_hold(self, member: _Member) -> bool:
+    def _may_hold(self, member: Member) -> bool:
         """Return whether the host may have the newest commit, which ends with its agent."""
         return member.host.name in self._holders or member.host.name in dict(self._current)
 
-    def _fail(self, member: _Member, problem: str, stays: bool = False) -> None:
+    def _fail(self, member: Member, problem: str, stays: bool = False) -> None:
         """Note that a host cannot take part, and end its agent unless the agent stays."""
         if problem != member.problem and not self._stop.is_set():
             readers.say(f"{member.host.name} cannot take part: {problem}")
@@ -441,13 +377,7 @@ class Members:
         member.retry_at = time.monotonic() + _RETRY_SECONDS
         member.fit, member.deadline = False, float("inf")
         if not stays:
-            self._drop(member)
-
-    def _drop(self, member: _Member) -> None:
-        """End the agent of a host."""
-        connection, member.connection = member.connection, None
-        if connection is not None:
-            self._agents.drop([connection])
+            member.drop(self._agents)
 
     # Announcements
 
@@ -457,9 +387,10 @@ class Members:
             return
         usable = self._usable(also_starting=True)
         # The ranks commit before they end. After that, the hosts of this start have the commit.
-        chosen = self._with_holder(usable, dict(self._current).keys(), also_starting=True)
+        chosen = self._choice.with_holder(usable, dict(self._current).keys(), also_starting=True)
         # With too few slots, the ranks continue as long as their hosts permit.
-        changed = total_slots(usable) >= self.min_size and self._assign(chosen) != self._current
+        differs = self._choice.assign(chosen) != self._current
+        changed = differs and total_slots(usable) >= self.min_size
         self._announce_version(self._version // 2 * 2 + int(changed))
 
     def _announce_version(self, version: int) -> None:
@@ -470,16 +401,11 @@ class Members:
             if member.connection is not None:
                 member.connection.send("hosts", version=version)
 
-    def _assign(self, hosts: Sequence[Host]) -> Assignment:
-        left = total_slots(hosts) if self.max_size is None else self.max_size
-        found = []
-        for host in hosts:
-            if count := min(host.slots, left):
-                found.append((host.name, count))
-                left -= count
-        return found
+    @property
+    def _choice(self) -> Choice:
+        return Choice(self._members, self._listed, self.max_size)
 
-    def _on_list(self) -> list[_Member]:
+    def _on_list(self) -> list[Member]:
         return [self._members[name] for name in self._listed]
 
     def _usable(self, also_starting: bool = False) -> list[Host]:
@@ -500,50 +426,6 @@ class Members:
         good = [host for host in usable if not self.excluded(host.name)]
         return good if total_slots(good) >= self.min_size else usable
 
-    def _missing_holders(
-        self, usable: Sequence[Host], holders: Collection[str]
-    ) -> Sequence[_Member]:
-        """Return the hosts of which a start needs one, because only they have the newest commit.
-
-        Empty if a start on `usable` has a rank on a host with this commit. The first host is the
-        best: hosts of `usable` come first, then other hosts on the list, then hosts that have left
-        the list.
-
-        Args:
-            usable: the hosts that can take part.
-            holders: the names of the hosts that have the newest commit.
-        """
-        if any(name in holders for name, _ in self._assign(usable)):
-            return []
-        # A host that has left the list only copies its commit, which needs a second rank.
-        removed = [] if self.max_size == 1 else sorted(set(holders) - set(self._listed))
-        order = dict.fromkeys([*(host.name for host in usable), *self._listed, *removed])
-        return [self._members[n] for n in order if n in holders and n in self._members]
-
-    def _with_holder(
-        self, usable: Sequence[Host], holders: Collection[str], also_starting: bool = False
-    ) -> Sequence[Host]:
-        """Return the hosts for a start. At least one has the newest commit, if this is possible.
-
-        All paths by which a host leaves the job end here: hosts that are excluded, that have left
-        the list, or that do not answer are not in `usable`. If only such hosts have the newest
-        commit, one that answers comes first with one rank. At the next commit, other hosts have
-        the commit too, and the ranks start again without it.
-
-        Args:
-            usable: the hosts that can take part.
-            holders: the names of the hosts that have the newest commit.
-            also_starting: whether an agent that starts counts as an answer, too.
-        """
-        missing = self._missing_holders(usable, holders)
-        answers = (m.host for m in missing if m.is_ready or (also_starting and m.is_starting))
-        holder = next(answers, None)
-        if holder is None:
-            return usable
-        if holder in usable:
-            return [holder, *(host for host in usable if host != holder)]
-        return [replace(holder, slots=1), *usable]
-
     def _say_holder(self, first: Host, usable: Sequence[Host]) -> None:
         """Say why the first host of a start takes part, if it is not one of the usable hosts."""
         if first in usable:
@@ -554,8 +436,3 @@ class Members:
         else:
             how = "takes part with 1 rank until the next commit"
         readers.say(f"no other host has the last commit. {first.name}, which {why}, {how}")
-
-
-def assignment_of(plan: Plan) -> Assignment:
-    """Return the hosts of a plan, and their numbers of ranks."""
-    return [(host.name, len(plan.on(host))) for host in plan.hosts]

@@ -8,8 +8,8 @@ import pytest
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.control.plan import make_plan
 from hvdkit.launch.control.start_error import BrokenConnection, StartError
+from hvdkit.launch.elastic.choice import assignment_of
 from hvdkit.launch.elastic.job import ElasticJob, ElasticLimits, Exclusions
-from hvdkit.launch.elastic.members import assignment_of
 from hvdkit.launch.ending.failure import Failure
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host
