@@ -52,17 +52,17 @@ def agents_started_by(
             while len(connected) < plan.size:
                 launcher.check(listener.problem)
                 if time.monotonic() > deadline:
-                    missing = [place for place in plan.places if place.rank not in connected]
-                    names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    missing = [rank for rank in range(plan.size) if rank not in connected]
                     if listener.problem:
                         raise HvdkitError(cannot_accept(listener.problem))
                     queued = name == "srun" and not connected
                     also = ", and that no other step uses the allocation (`squeue --steps`)"
                     raise StartError(
-                        f"rank {names} did not connect within {timeout:g} s (--start-timeout). "
-                        f"Check that its host can connect to {listener.address[0]}"
+                        f"{plan.describe(missing)} did not connect within {timeout:g} s "
+                        f"(--start-timeout). Check that its host can connect to "
+                        f"{listener.address[0]}"
                         f"{also if queued else ''}",
-                        [place.host.name for place in missing],
+                        [plan.places[rank].host.name for rank in missing],
                     )
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted

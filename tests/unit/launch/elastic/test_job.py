@@ -149,12 +149,6 @@ def test_a_stop_signal_that_prevents_a_restart(interrupted, number, status):
     assert pauses == []
 
 
-def test_a_start_that_fails_is_tried_again_but_not_the_first():
-    assert supervise([FAILED, NO_ROUTE, DONE])[0].status == 0
-    with pytest.raises(HvdkitError, match="no route"):
-        supervise([NO_ROUTE])
-
-
 @pytest.mark.parametrize(
     ("error", "left"),
     [
