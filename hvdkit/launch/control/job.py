@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -78,12 +77,9 @@ class Job:
         self._registered = controller.registered
         self._watch = StallWatch(self._journal, timeouts, output.directory, self._ask_for_records)
         self._finished: set[Connection] = set()
-        self._saved = self._committed = False
         # The names of the hosts that did not confirm their end after a success of their ranks.
         self._unconfirmed: set[str] = set()
         self._pauses = Pauses(self._journal, self._started_at)
-        # When agents that have not answered are given up; infinite before the end of the ranks.
-        self._answer_due = float("inf")
 
     def run(self) -> Outcome:
         """Return when no process of the job is left on any host that still answers."""
@@ -113,7 +109,7 @@ class Job:
             is_lost = bool(found.lost) or self._facts.lost_agent
             external.explained = found.status != 0 and not is_lost
         self._write_events()
-        return replace(found, saved=self._saved, committed=self._committed)
+        return found
 
     @property
     def _facts(self) -> Facts:
@@ -163,10 +159,10 @@ class Job:
                 add(e.InHorovod(at, message["rank"], start, connected, message["leaving"]))
             case "report":
                 add(e.Reported(at, message["rank"], RankReport.of(message["report"])))
-            case "saved":
-                self._saved = True
-            case "committed":
-                self._committed = True
+            case "saved" if not self._facts.saved:
+                add(e.Saved(at))
+            case "committed" if not self._facts.committed:
+                add(e.Committed(at))
             case "states":
                 stopped = (int(rank) for rank, state in message["states"].items() if state)
                 add(e.Observed(at, ranks, tuple(stopped)))
@@ -249,11 +245,9 @@ class Job:
 
     def _end(self, grace: float) -> None:
         """End all ranks, or give them less time."""
-        now = time.monotonic()
-        self._journal.add(e.EndBegan(now))
+        self._journal.add(e.EndBegan(time.monotonic(), grace))
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
-        self._answer_due = min(self._answer_due, now + grace + _ANSWER_SECONDS)
 
     # Deadlines
 
@@ -276,7 +270,7 @@ class Job:
             is_due = facts.running and read_until > facts.end_due
             if is_due or self._facts.problem_at < float("inf"):
                 self._end(self._timeouts.end)
-        if read_until > self._answer_due:
+        if read_until > self._facts.killed_at + _ANSWER_SECONDS:
             silent = [c for c in self._agents.connections if c not in self._finished]
             if names := tuple(sorted({connection.host.name for connection in silent})):
                 self._journal.add(e.Unconfirmed(now, names))

@@ -18,6 +18,7 @@
 | `Resumed` | the launcher runs again after it was stopped | launcher |
 | `Asked` | all ranks are asked for their records | launcher |
 | `Judged` | the answers are judged: there is a verdict on a stall, or no stall | launcher |
+| `Saved`, `Committed` | a checkpoint or commit was saved; the hosts have the newest commit | rank |
 | `EndBegan` | the launcher begins to end the ranks | launcher |
 | `Found` | what the launcher has found when all ranks had ended | launcher |
 
@@ -298,8 +299,24 @@ class Judged(Event):
 
 
 @dataclass(frozen=True)
+class Saved(Event):
+    """A new checkpoint or a new commit was saved: only the first one counts."""
+
+
+@dataclass(frozen=True)
+class Committed(Event):
+    """The hosts have the newest commit of an elastic job: only the first report counts."""
+
+
+@dataclass(frozen=True)
 class EndBegan(Event):
-    """The launcher begins to end the ranks."""
+    """The launcher begins to end the ranks, or gives them less time.
+
+    Attributes:
+        grace: the seconds between SIGTERM and SIGKILL.
+    """
+
+    grace: float = 0.0
 
 
 @dataclass(frozen=True)

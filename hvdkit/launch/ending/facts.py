@@ -50,6 +50,21 @@ class Facts:
         return _NEVER if first is None else first.at
 
     @cached_property
+    def killed_at(self) -> float:
+        """When the ranks that are ended get SIGKILL; infinite if the launcher ends none."""
+        return min((each.at + each.grace for each in self._all(e.EndBegan)), default=_NEVER)
+
+    @property
+    def saved(self) -> bool:
+        """Whether a new checkpoint or a new commit was saved."""
+        return bool(self._all(e.Saved))
+
+    @property
+    def committed(self) -> bool:
+        """Whether the hosts have the newest commit of an elastic job."""
+        return bool(self._all(e.Committed))
+
+    @cached_property
     def stop(self) -> e.StopAsked | None:
         """The first stop signal that the launcher got; None for none."""
         return self._first(e.StopAsked)

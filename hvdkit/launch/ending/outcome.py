@@ -168,6 +168,8 @@ def outcome(plan: JobPlan, events: Iterable[Event]) -> Outcome:
         lost=tuple(facts.lost_hosts),
         failed_agents=(*facts.failed_agents, *found.failed_agents),
         interrupted=facts.stopped_by if found.restartable else None,
+        saved=facts.saved,
+        committed=facts.committed,
     )
 
 

@@ -675,3 +675,10 @@ def test_a_job_is_resumable_only_if_it_was_stopped_first_and_all_ranks_have_save
             assert found.status == 128 + stop[1]
     if 75 in ends and None in ends and asked_first and not found.hosts_changed:
         assert "made an orderly stop (exit status 75)" in found.report or found.failure
+
+
+def test_what_was_saved_is_a_part_of_the_outcome():
+    found = outcome(JobPlan(("h",)), [e.Saved(1.0), e.Committed(1.5), e.Ended(2.0, 0, -9)])
+    assert (found.saved, found.committed) == (True, True)
+    found = outcome(JobPlan(("h",)), [e.Ended(2.0, 0, -9)])
+    assert (found.saved, found.committed) == (False, False)
