@@ -18,7 +18,7 @@ FRAMEWORK_FREE = {
     "errors": "",
     "exit_statuses": "errors",
     "system": "errors",
-    "console": "system",
+    "console": "errors system",
     "mpi": "errors system",
     "rendezvous": "errors",
     "ranks": "errors mpi rendezvous system",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdkit.errors import UsageError
+
 #: The name of a value in the help -> its type. Values with other names are texts.
 TYPES: Mapping[str, Callable[[str], Any]] = {"N": int, "FILE": Path, "DIR": Path}
 
@@ -13,6 +15,14 @@ TYPES: Mapping[str, Callable[[str], Any]] = {"N": int, "FILE": Path, "DIR": Path
 def flag(option: str) -> str:
     """Return an option as the user types it, given its name in a namespace of argparse."""
     return f"--{option.replace('_', '-')}"
+
+
+def check_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
+    """Raise UsageError if an option that was given is below its least value."""
+    for option, bound in least.items():
+        number = getattr(options, option)
+        if number is not None and number < bound:
+            raise UsageError(f"{flag(option)} is {number:g}: expected at least {bound:g}")
 
 
 def add_options(
@@ -33,8 +43,6 @@ def add_options(
         | --rdzv HOST:PORT        excludes the other options of its group that begin with a bar
 
     Args:
-        parser: the parser.
-        text: the options.
         types: as for `TYPES`.
         defaults: the name of an option in the namespace -> its default.
     """

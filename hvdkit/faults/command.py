@@ -177,8 +177,6 @@ def _live_verdict(found: Mapping[int, Record], size: int, here: Collection[int])
     """Return the verdict on a job that runs. It may make progress.
 
     Args:
-        found: the records, by rank.
-        size: the number of ranks of the job.
         here: the ranks on this host. Of the other ranks, nothing is known.
     """
     elsewhere = {rank: ELSEWHERE for rank in range(size) if rank not in here}
@@ -205,7 +203,6 @@ def _explain(
     """Yield paragraphs about a job.
 
     Args:
-        found: the records, by rank.
         verdict: returns the verdict on the records of a job with a number of ranks.
         count: the number of collectives in the timeline.
     """

@@ -23,9 +23,6 @@ _WITH_JOIN = "not supported with Join"
 def mismatch(records: Mapping[int, Record]) -> str | None:
     """Return which ranks differ in the collective that failed.
 
-    Args:
-        records: the records, by rank.
-
     Returns:
         A sentence; None if no collective failed because of a mismatch, or if operation, type and
         size are equal.
@@ -88,9 +85,6 @@ def is_unnamed(name: str) -> bool:
 
 def different_lines(records: Mapping[int, Record]) -> str | None:
     """Return a text about the first call without a name that ranks made in different lines.
-
-    Args:
-        records: the records, by rank.
 
     Returns:
         Three sentences; None if all ranks made such calls in the same lines. Broadcasts do

@@ -38,7 +38,6 @@ class Hang:
     """The ranks of a job without progress, and the collectives for which they wait.
 
     Attributes:
-        records: the records, by rank.
         states: as for `judge`.
         incomplete: the collectives that lack ranks.
         hosts: as for `judge`.
@@ -209,7 +208,6 @@ def traceback_of(rank: int, raised: Mapping[int, str]) -> str:
     """Return a sentence about the traceback of a rank; "" if there is none.
 
     Args:
-        rank: the rank.
         raised: as for `judge`.
     """
     return f" The rank has written a traceback: {raised[rank]}" if rank in raised else ""

@@ -25,7 +25,7 @@ from hvdkit.runtime.record_files import (
 )
 from hvdkit.system.owned_folders import OwnedFolder, temporary
 from hvdkit.system.plain_files import parse_json, read_text
-from hvdkit.system.whole_files import replacing
+from hvdkit.system.whole_files import write
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
@@ -147,8 +147,7 @@ class RecordFolder:
         path = self.path / NOTE.format(rank)
         with contextlib.suppress(OSError):
             if content:
-                with replacing(path) as draft:
-                    draft.write_text(content, encoding="utf-8")
+                write(path, content)
                 self._seen[path.name] = self._stamp(path)
             else:
                 path.unlink(missing_ok=True)

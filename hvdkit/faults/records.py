@@ -73,10 +73,7 @@ class Record:
     """The record of one rank.
 
     Attributes:
-        rank: the rank.
-        size: the number of ranks of the job.
         host: the rank's hostname.
-        pid: its process id.
         reason: why the record was written: `stall`, `request`, `signal` or `error`.
         time: when the record was written, in seconds since 1970.
         offset: the time of day minus the monotonic clock, in seconds, when the record was written.
@@ -221,9 +218,6 @@ def with_all_groups(records: Mapping[int, Record]) -> dict[int, Record]:
 
     A shutdown removes the process sets one after the other, so the record of a rank that has failed
     may lack some.
-
-    Args:
-        records: the records, by rank.
     """
     known = known_groups(records)
     return {rank: replace(record, groups=known) for rank, record in records.items()}
@@ -277,7 +271,6 @@ def read(folder: Path, budget: Budget) -> dict[int, Record]:
     """Return the records in a folder, by rank.
 
     Args:
-        folder: the folder.
         budget: the memory for the records. The largest files are left out.
 
     Raises:

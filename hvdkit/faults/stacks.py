@@ -77,7 +77,6 @@ class Frame:
     Attributes:
         file: the path of the source file.
         line: the line, from 1.
-        function: the name of the function.
         trains: whether the file is part of the installed package that is the user's training
             program (`python -m PACKAGE.train`).
     """

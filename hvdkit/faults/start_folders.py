@@ -67,8 +67,6 @@ class Start:
     """One start of a job. A restart is another start by the same launcher.
 
     Attributes:
-        command: the command of every rank.
-        directory: the working directory.
         hosts: host -> its number of ranks, in the order of ranks.
         launcher: identifies the process of `hvdkit run`: its host, process id and start time.
         versions: of hvdkit, Python and Horovod, by name; those of the launcher.

@@ -26,10 +26,6 @@ def timeline(records: Mapping[int, Record], count: int = 20) -> list[str]:
     """Return a table of the last collectives: when each rank called them.
 
     With many ranks, the table has the first and the last rank that called a collective.
-
-    Args:
-        records: the records, by rank.
-        count: the number of collectives.
     """
     calls: dict[tuple[int, str, int], dict[int, Call]] = {}
     records = with_all_groups(aligned(records))
@@ -84,9 +80,6 @@ def aligned(records: Mapping[int, Record]) -> dict[int, Record]:
     """Return the records with times of the clock of the lowest rank.
 
     Records without a common collective keep their times of day.
-
-    Args:
-        records: the records, by rank.
     """
     machines: dict[str, list[int]] = {}
     found: dict[int, Record] = {}

@@ -117,7 +117,6 @@ def judge(
         records: the records, by rank. A rank may have none.
         states: rank -> `STOPPED`, `ENDED`, `LEAVING`, `CONTINUED` or `ELSEWHERE`. Other ranks have
             no entry.
-        size: the number of ranks of the job.
         seconds: the time after which a collective has stalled, see `waits.stalled`.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
@@ -223,7 +222,6 @@ def overdue(
     Args:
         records: the records of the ranks after the engine has ended the job.
         states: as for `judge`.
-        size: the number of ranks of the job.
         hosts: as for `judge`.
         raised: as for `judge`.
 

@@ -45,7 +45,6 @@ def find_waits(
 
     Args:
         records: the records, by rank, each with all process sets (`with_all_groups`).
-        size: the number of ranks of the job.
         elsewhere: the ranks on other hosts, whose records are not known here. They do not count as
             missing.
     """
@@ -78,7 +77,6 @@ def stalled(waits: Sequence[Wait], records: Mapping[int, Record], seconds: float
     another one.
 
     Args:
-        waits: the collectives.
         records: as for `find_waits`.
         seconds: more seconds than between the first and the last record.
     """

@@ -15,7 +15,6 @@ class Mpirun:
     """An MPI's launcher.
 
     Attributes:
-        path: its path.
         open_mpi: True for Open MPI; False for Hydra, the launcher of MPICH and Intel MPI.
         major: the first number of its version; 0 if unknown.
     """

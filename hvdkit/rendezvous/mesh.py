@@ -75,7 +75,6 @@ class Meshes:
         """Store the addresses of `member`.
 
         Args:
-            member: the rank.
             addresses: the addresses where it listens for each of the other ranks, in their order:
                 `size - 1` addresses of equal length.
 

@@ -10,11 +10,8 @@ it.
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -302,8 +299,6 @@ class RendezvousServer:
             can read and replace them.
 
     Attributes:
-        address: the address.
-        port: the port.
         key: the key of the job, for `gloo_environment`.
 
     Example:
@@ -372,8 +367,6 @@ def gloo_environment(
     """Return the environment variables of a rank in a Gloo job of `size` ranks.
 
     Args:
-        rank: the rank.
-        size: the number of ranks.
         rendezvous_address: the address of the `RendezvousServer`.
         rendezvous_port: its port.
         interface: the network interface of the rank.
@@ -399,23 +392,3 @@ def gloo_environment(
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous_port),
     }
     return variables if key is None else variables | {KEY: key}
-
-
-def main() -> None:
-    """Serve ranks that are started by hand: `python -m hvdkit.rendezvous.server ADDRESS PORT`.
-
-    The key is the value of HVDKIT_RENDEZVOUS_KEY. Without a key, the server has Horovod's protocol
-    only.
-    """
-    if len(sys.argv) != 3 or not _is_number(sys.argv[2], 5):
-        raise SystemExit(
-            f"the arguments are {sys.argv[1:]}: expected an address of this machine and a port, "
-            f"such as `python -m hvdkit.rendezvous.server 10.0.0.1 37987`"
-        )
-    address, port = sys.argv[1:]
-    with RendezvousServer(address, int(port), os.environ.get(KEY) or None, size=1024):
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
-
-
-if __name__ == "__main__":
-    main()

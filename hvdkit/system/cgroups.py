@@ -50,7 +50,6 @@ def number(folder: Path, name: str, key: str = "") -> int | None:
 
     Args:
         folder: the folder of the cgroup.
-        name: the file.
         key: the first word of the line with the number; empty for a file with one number.
     """
     with contextlib.suppress(OSError, ValueError):

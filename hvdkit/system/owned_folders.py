@@ -65,9 +65,6 @@ class OwnedFolder:
         name: the rest of its name. If a folder of this name exists and its owner has ended, this
             process adopts it with its content. If it has another owner, the new folder gets a
             random name. Default: a random name.
-
-    Attributes:
-        path: the path of the folder.
     """
 
     def __init__(self, parent: Path, prefix: str, name: str = "") -> None:

@@ -133,7 +133,6 @@ def read_named(path: Path, errors: str = "strict") -> str:
     """Return the text of a file that the user has named, which may be a link or a pipe.
 
     Args:
-        path: the file.
         errors: as for `open`.
 
     Raises:
@@ -289,7 +288,6 @@ def printable(text: str, *, one_line: bool = False) -> str:
     the tabulator, and marks of the direction of text.
 
     Args:
-        text: the text.
         one_line: replace newlines and tabulators, too.
     """
     if text.isprintable():

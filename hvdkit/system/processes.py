@@ -127,7 +127,6 @@ class ProcessGroup:
         """Start `command` in a session of its own, with exactly the environment `env`.
 
         Args:
-            command: the command.
             env: its environment variables, to which the group's id is added.
             cwd: its working directory; default this process's.
             stdout: as for `subprocess.Popen`.
@@ -348,7 +347,6 @@ def wait_for_end(process: subprocess.Popen[Any], seconds: float | None = None) -
     """Wait for the end of a child, without reaping it; see `kill_group`.
 
     Args:
-        process: the child.
         seconds: how long to wait; None for any time.
 
     Returns:

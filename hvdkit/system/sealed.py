@@ -68,11 +68,7 @@ class SealedConnection(io.RawIOBase):
 
     Args:
         connection: the socket, which then blocks. The stream owns it.
-        session: the key of this connection.
         listens: whether this process is the end that listens.
-
-    Attributes:
-        socket: the socket.
 
     Raises:
         BrokenSeal: by `read`, see the class.
@@ -228,8 +224,6 @@ def introduce(
     """Carry out the handshake, as the process that connects.
 
     Args:
-        connection: the socket.
-        key: the key.
         fields: the description of this process, for `Hello.fields`.
         seconds: for each step of the other end.
 

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from hvdkit.errors import HvdkitError
 from hvdkit.system.plain_files import open_regular
 
 # As in Linux. Opening a path with more links fails.
@@ -46,13 +47,22 @@ def replacing(path: Path) -> Iterator[Path]:
             raise
 
 
+def write(path: Path, text: str) -> None:
+    """Write a text in UTF-8 to a file, as `replacing` does.
+
+    Raises:
+        OSError: as for `replacing`.
+    """
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
 def open_to_write(path: Path, flags: int) -> int:
     """Open a regular file for writing, and return its descriptor. Make it if it does not exist.
 
     If `path` is a link, it is the file to which it leads.
 
     Args:
-        path: the file.
         flags: flags of `os.open`, such as O_WRONLY | O_APPEND.
 
     Raises:
@@ -97,6 +107,20 @@ def create(path: Path, data: bytes, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         raise
+
+
+def create_for(option: str, path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a new file that the user has named. A file that the user may have edited stays.
+
+    Raises:
+        HvdkitError: there is a file at `path`, or it cannot be written.
+    """
+    try:
+        create(path, data, mode)
+    except FileExistsError:
+        raise HvdkitError(f"{option} {path} exists; remove it, or choose another name") from None
+    except OSError as error:
+        raise HvdkitError(f"{option} {path}: {error.strerror}") from error
 
 
 def check_writable(path: Path) -> None:

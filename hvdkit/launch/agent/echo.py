@@ -10,27 +10,20 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
 
 from hvdkit.launch.control import readers
 from hvdkit.launch.control.output import Output
 
-MakeOutput = Callable[[int, IO[bytes], IO[bytes]], Output]
 #: With more bytes than this to show, the agent stops reading the ranks' output.
 _PENDING_BYTES = 1_000_000
 
 
 class Echo:
-    """Write output to this process's standard output and error, as far as they are read.
+    """Write output to this process's standard output and error, as far as they are read."""
 
-    Args:
-        make_output: given the number of ranks of the job and two streams, returns an output that
-            writes to these streams.
-    """
-
-    def __init__(self, make_output: MakeOutput) -> None:
-        self._make_output = make_output
+    def __init__(self) -> None:
         out = _Stream(1)
         # A terminal, or `2>&1`: with two streams, one could write within a line of the other.
         self._streams = (out, out) if _is_same_file(1, 2) else (out, _Stream(2))
@@ -50,7 +43,8 @@ class Echo:
         """Begin a start of the ranks, `size` of them in the whole job."""
         if self._output is not None:
             self._output.close()
-        self._output = self._make_output(size, *self._streams)
+        out, errors = self._streams
+        self._output = Output(size, range(size), stdout=out, stderr=errors, progress=False)
 
     def step(self) -> None:
         """Show the states of progress bars, and write what the readers take now."""

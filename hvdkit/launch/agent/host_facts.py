@@ -58,9 +58,7 @@ def problems(
     """Return why this host cannot run `command`; empty if it can.
 
     Args:
-        command: the command of the ranks.
-        directory: their working directory.
-        path: their PATH; None for this process's own.
+        path: the PATH of the ranks; None for this process's own.
         files: the arguments of the command that are files on the launcher's host.
     """
     if not Path(directory).is_dir():

@@ -32,10 +32,6 @@ _POLL_SECONDS = 0.05
 class RankProcess:
     """One rank's process, and the pipes for its output.
 
-    Args:
-        rank: the rank.
-        process: its process.
-
     Attributes:
         reported: whether the agent has told the launcher that the process has ended.
         init_state: how far Horovod is in the rank, as for `RecordFolder.init_state`. Set by the
@@ -72,7 +68,6 @@ class LocalRanks:
 
     Args:
         ranks: the field `ranks` of the `start` message; empty between two starts.
-        task: the `task` message.
         environment: the environment that ranks inherit.
         descriptors: the descriptors that ranks inherit, besides their streams.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
@@ -81,7 +76,6 @@ class LocalRanks:
         spares: the spares of the start before.
 
     Attributes:
-        all: the ranks.
         records: the folder for their records.
         spares: the spares for the next start.
     """

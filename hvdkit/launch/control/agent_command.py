@@ -17,7 +17,6 @@ def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:
     """Return the command that starts the agent on `host`.
 
     Args:
-        host: the agent's host.
         local: whether the host is this machine. The agent then runs with this process's Python.
         ssh: how to reach other hosts.
         python: the Python of an agent on another host. It gets this process's PYTHONPATH and

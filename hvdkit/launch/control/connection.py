@@ -25,7 +25,6 @@ class Event:
 
     Attributes:
         connection: the connection to the agent.
-        message: the message.
         received_at: the time of its arrival (`time.monotonic`).
         counted: its bytes if it counts for `messages.WINDOW`; otherwise 0.
     """
@@ -104,7 +103,6 @@ class Connection:
     in the queue. `AgentPool.next_event` acknowledges each message that it takes from the queue.
 
     Attributes:
-        host: the agent's host.
         greeted: whether the agent's greeting has arrived.
         ended: whether the connection has ended.
         idle: whether the agent has no ranks, and waits for the next start.
@@ -176,9 +174,6 @@ class Connection:
         """Return the current silence of the agent, or else its last one; None if there was none.
 
         A silence is longer than a second.
-
-        Args:
-            now: the time (`time.monotonic`).
         """
         return self._heartbeats.silence(now)
 

@@ -53,52 +53,37 @@ def over_gloo(plan: Plan, facts: Mapping[Host, Message], address: str) -> Iterat
     """Run the rendezvous of a start, and yield the controller.
 
     Args:
-        plan: the job.
         facts: host -> its facts (`host_facts.facts`).
         address: this machine's address for the rendezvous.
     """
     have_key = all(found["engine"] >= KEY_REVISION for found in facts.values())
     with RendezvousServer(address, size=plan.size, stores_without_key=not have_key) as server:
-        yield Controller(
-            place_variables(plan, address, server.port, server.key),
-            lambda: registered_ranks(server, plan.size, have_key),
-        )
+
+        def variables(place: Place, interface: Interface) -> dict[str, str]:
+            return place_variables(place, interface, plan.size, server)
+
+        def registered() -> set[int]:
+            # If the engine of every host sends the key, ranks without it may not be of this job.
+            strangers = set() if have_key else server.without_key() & set(range(plan.size))
+            return server.registered() | strangers
+
+        yield Controller(variables, registered)
 
 
 def place_variables(
-    plan: Plan, address: str, port: int, key: str | None = None
-) -> Callable[[Place, Interface], dict[str, str]]:
-    """Return a function that returns the variables for a rank's place.
-
-    Args:
-        plan: the job.
-        address: the address of its rendezvous.
-        port: the port of its rendezvous.
-        key: the key for the rendezvous; None for a rendezvous without a key.
-    """
-
-    def variables(place: Place, interface: Interface) -> dict[str, str]:
-        return gloo_environment(
-            place.rank,
-            plan.size,
-            address,
-            port,
-            interface.name,
-            place.host.address,
-            place.local_rank,
-            place.local_size,
-            place.cross_rank,
-            place.cross_size,
-            key,
-        )
-
-    return variables
-
-
-def registered_ranks(server: RendezvousServer, size: int, have_key: bool) -> set[int]:
-    """Return the ranks that have registered at the rendezvous.
-
-    If the engine of every host sends the key, ranks without the key are not counted: they may not
-    belong to this job.
-    """
-    return server.registered() | (set() if have_key else server.without_key() & set(range(size)))
+    place: Place, interface: Interface, size: int, server: RendezvousServer
+) -> dict[str, str]:
+    """Return the variables of a rank of a job of `size` ranks over Gloo."""
+    return gloo_environment(
+        place.rank,
+        size,
+        server.address,
+        server.port,
+        interface.name,
+        place.host.address,
+        place.local_rank,
+        place.local_size,
+        place.cross_rank,
+        place.cross_size,
+        server.key,
+    )

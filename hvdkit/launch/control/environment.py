@@ -135,8 +135,7 @@ def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:
     """Return variables for a rank, which apply only if neither the user nor the host sets them.
 
     Args:
-        place: the rank's place.
-        cores: the number of cores of its host.
+        cores: the number of cores of the rank's host.
         start_timeout: seconds for all ranks to register after the first one.
     """
     return {
@@ -183,10 +182,8 @@ def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[s
     `prepare.rank_messages`. Without GLOBAL_RANK, litdata reads the samples of rank 0 on all ranks.
 
     Args:
-        plan: the job.
-        place: the rank's place.
         address: the address of rank 0's host.
-        port: a free port of that host.
+        port: a free port of rank 0's host.
     """
     node = str(plan.node(place.host))
     # litdata divides WORLD_SIZE by NNODES, so it needs equally many ranks on all hosts.
@@ -210,7 +207,6 @@ def pinned_gpu(place: Place, visible: str | None) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES with the one GPU of this local rank.
 
     Args:
-        place: the rank's place.
         visible: the value of the variable on the rank's host; None if unset. One of its GPUs is
             chosen.
 

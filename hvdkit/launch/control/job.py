@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -31,7 +29,7 @@ from hvdkit.launch.ending.outcome import Outcome, outcome
 from hvdkit.launch.ending.stalls import StallWatch
 from hvdkit.system.plain_files import parse_json
 from hvdkit.system.signals import begin_to_note, handle_stop_signals, ignored
-from hvdkit.system.whole_files import replacing
+from hvdkit.system.whole_files import write
 
 _POLL_SECONDS = 0.1
 # The messages of which an agent sends many.
@@ -49,12 +47,8 @@ class Job:
     """Watch the ranks of `plan` until all have ended. The agents were asked to start them.
 
     Args:
-        plan: the job.
-        agents: the agents of its hosts.
         output: gets the ranks' output.
-        timeouts: the timeouts of the job.
         controller: how the ranks find each other.
-        say: prints a message for the user.
         elastic: whether ranks may end because the hosts have changed.
     """
 
@@ -65,14 +59,12 @@ class Job:
         output: Output,
         timeouts: Timeouts,
         controller: Controller,
-        say: Callable[[str], None],
         elastic: bool = False,
     ) -> None:
         self._plan = plan
         self._agents = agents
         self._output = output
         self._timeouts = timeouts
-        self._say = say
         self._started_at = time.monotonic()
         hosts = tuple(place.host.name for place in plan.places)
         ends = tuple(map(int, controller.ends_others_with))
@@ -83,16 +75,11 @@ class Job:
             for connection, places in zip(agents.connections, groups, strict=True)
         }
         self._registered = controller.registered
-        self._watch = StallWatch(
-            self._journal, timeouts, output.directory, self._ask_for_records, say
-        )
+        self._watch = StallWatch(self._journal, timeouts, output.directory, self._ask_for_records)
         self._finished: set[Connection] = set()
-        self._saved = self._committed = False
         # The names of the hosts that did not confirm their end after a success of their ranks.
         self._unconfirmed: set[str] = set()
         self._pauses = Pauses(self._journal, self._started_at)
-        # When agents that have not answered are given up; infinite before the end of the ranks.
-        self._answer_due = float("inf")
 
     def run(self) -> Outcome:
         """Return when no process of the job is left on any host that still answers."""
@@ -122,7 +109,7 @@ class Job:
             is_lost = bool(found.lost) or self._facts.lost_agent
             external.explained = found.status != 0 and not is_lost
         self._write_events()
-        return replace(found, saved=self._saved, committed=self._committed)
+        return found
 
     @property
     def _facts(self) -> Facts:
@@ -150,9 +137,8 @@ class Job:
     def _write_events(self) -> None:
         if (folder := self._output.directory) is not None:
             # A full disk, for example, or a link of another user.
-            with contextlib.suppress(OSError), replacing(folder / EVENTS) as draft:
-                text = e.to_text(self._journal.plan, self._journal.events)
-                draft.write_text(text, encoding="utf-8")
+            with contextlib.suppress(OSError):
+                write(folder / EVENTS, e.to_text(self._journal.plan, self._journal.events))
 
     # Messages of agents
 
@@ -173,10 +159,10 @@ class Job:
                 add(e.InHorovod(at, message["rank"], start, connected, message["leaving"]))
             case "report":
                 add(e.Reported(at, message["rank"], RankReport.of(message["report"])))
-            case "saved":
-                self._saved = True
-            case "committed":
-                self._committed = True
+            case "saved" if not self._facts.saved:
+                add(e.Saved(at))
+            case "committed" if not self._facts.committed:
+                add(e.Committed(at))
             case "states":
                 stopped = (int(rank) for rank, state in message["states"].items() if state)
                 add(e.Observed(at, ranks, tuple(stopped)))
@@ -215,13 +201,13 @@ class Job:
         self._journal.add(e.AgentSignalled(at, host, number))
         is_first = not before.agent_signals and self._facts.agent_signals
         if is_first and before.stop is None and not self._ends_ranks:
-            self._say(f"the agent on {host} got {number.name}: asking its ranks to stop")
+            readers.say(f"the agent on {host} got {number.name}: asking its ranks to stop")
 
     def _say_unconfirmed(self, host: str, problem: str) -> None:
         """Say that an agent whose ranks have succeeded does not confirm the end."""
         if host not in self._unconfirmed:
             self._unconfirmed.add(host)
-            self._say(
+            readers.say(
                 f"{problem}. All ranks of this agent had ended with exit status 0, so the job has "
                 f"not failed. Processes that the ranks have started may still run there"
             )
@@ -259,11 +245,9 @@ class Job:
 
     def _end(self, grace: float) -> None:
         """End all ranks, or give them less time."""
-        now = time.monotonic()
-        self._journal.add(e.EndBegan(now))
+        self._journal.add(e.EndBegan(time.monotonic(), grace))
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
-        self._answer_due = min(self._answer_due, now + grace + _ANSWER_SECONDS)
 
     # Deadlines
 
@@ -286,7 +270,7 @@ class Job:
             is_due = facts.running and read_until > facts.end_due
             if is_due or self._facts.problem_at < float("inf"):
                 self._end(self._timeouts.end)
-        if read_until > self._answer_due:
+        if read_until > self._facts.killed_at + _ANSWER_SECONDS:
             silent = [c for c in self._agents.connections if c not in self._finished]
             if names := tuple(sorted({connection.host.name for connection in silent})):
                 self._journal.add(e.Unconfirmed(now, names))
@@ -356,14 +340,14 @@ class Job:
             self._journal.add(e.StopAsked(now, number))
             self._end(_NOW_SECONDS)
             readers.give_up_now()
-            self._say("ending all ranks now")
+            readers.say("ending all ranks now")
             return
         again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
         is_first = self._facts.stop is None
         # Before the message, because its reader may not read.
         self._stop(number)
         if is_first:
-            self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
+            readers.say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
 
     def _stop(self, number: int) -> None:
         """Request an orderly stop of all ranks."""
@@ -395,7 +379,7 @@ class Job:
         errors = {rank: records.failed_collective(rank) for rank in range(self._plan.size)}
         if failed := [rank for rank, (_, error) in errors.items() if error]:
             name, error = errors[failed[0]]
-            self._say(
+            readers.say(
                 f"all ranks have ended with exit status 0, but {name} had failed on "
                 f"{self._plan.describe(failed)}: {error.partition('. ')[0]}. Check whether the "
                 f"script catches the error and continues without the other ranks"

@@ -13,8 +13,6 @@ def explain_late_stop(plan: Plan, facts: Facts, seconds: float) -> str:
     """Return why the launcher ends the ranks that run after the time for an orderly stop.
 
     Args:
-        plan: the job.
-        facts: its facts.
         seconds: the time for an orderly stop.
     """
     ended = [rank for rank in facts.running if rank in facts.scripts]
@@ -43,9 +41,6 @@ def explain_late_start(
     """Return why the launcher ends a job whose ranks are late in `hvd.init()`, and a late rank.
 
     Args:
-        plan: the job.
-        facts: its facts.
-        late: the late ranks.
         all_stopped: the ranks that are stopped (SIGSTOP).
         seconds: the time for the start.
     """

@@ -40,7 +40,6 @@ class Listener(Generic[Peer]):
     """Accept connections, and keep those of this job's agents.
 
     Args:
-        server: the listening socket.
         size: the number of agents.
         authenticate: given a connection, talks to the other side and returns its identity and the
             sealed connection; None if it is not of this job. Must end within some seconds, and
@@ -48,7 +47,6 @@ class Listener(Generic[Peer]):
         silence: the seconds without an answer after which the host of an agent is lost.
 
     Attributes:
-        silence: as given.
         problem: why a connection of any side was closed: this process may start no more threads;
             empty if none was.
 
@@ -155,7 +153,6 @@ class AgentListener(Listener[int]):
 
     Args:
         address: the address of this machine to listen at.
-        size: the number of ranks.
         silence: as for `Listener`.
 
     Attributes:

@@ -78,6 +78,7 @@ GREETING = b"hvdkit-agent 1\n"
 #: The launcher's address and the job's token, for an agent that mpirun or srun has started.
 ADDRESS_VARIABLE = "HVDKIT_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
+LISTENER_VARIABLES = (ADDRESS_VARIABLE, TOKEN_VARIABLE)
 #: The descriptors of the user's terminal (input, output, errors), for an agent on this machine.
 TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 

@@ -22,7 +22,6 @@ class Interface:
 
     Attributes:
         name: the name of the interface on the host.
-        address: the address.
         prefix: the length of the subnet's prefix, in bits.
         speed: the speed in Mbit/s; 0 if unknown.
         mtu: the largest packet, in bytes.
@@ -113,7 +112,6 @@ class HostNetwork:
     """The network of a host.
 
     Attributes:
-        interfaces: its interfaces.
         reached_at: the host's IPv4 address at which the launcher reaches it, for example over ssh;
             None for the launcher's own machine, or if unknown.
     """

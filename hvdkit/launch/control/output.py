@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -36,25 +36,19 @@ _DRAW_SECONDS = 0.2
 _BARS_SECONDS = 10.0
 
 
-def _ignore(text: str) -> None:
-    pass
-
-
 class RankFiles:
     """Files with the ranks' output in a folder.
 
-    If writing to a file fails (a full disk), further output to it is dropped.
+    If writing to a file fails (a full disk), further output to it is dropped. One message says so,
+    for all files.
 
     Args:
         option: the user's option with the folder, for messages.
-        directory: the folder.
-        say: prints a message for the user, once for all files.
     """
 
-    def __init__(self, option: str, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, option: str, directory: Path) -> None:
         self._directory = directory
         self._where = f"{option} {directory}"
-        self._say = say
         # None for a file that cannot be written to any more.
         self._files: dict[str, IO[bytes] | None] = {}
 
@@ -96,7 +90,7 @@ class RankFiles:
         is_first = None not in self._files.values()
         self._files[name] = None
         if is_first:
-            self._say(
+            readers.say(
                 f"{self._where}: {error.strerror}. From now on, nothing is written to {name}, and "
                 f"to other files that fail"
             )
@@ -109,12 +103,10 @@ class Output:
     further output to it is dropped. The ranks continue.
 
     Args:
-        size: the number of ranks.
         shown: the ranks whose lines are shown; default all, or rank 0 of a large job.
         directory: the folder for one file per rank; None for no files.
         stdout: the stream for the ranks' standard output; default this process's.
         stderr: the stream for the ranks' standard error; default this process's.
-        say: prints a message for the user.
         progress: whether `status` draws a line.
 
     Attributes:
@@ -131,11 +123,9 @@ class Output:
         directory: Path | None = None,
         stdout: IO[bytes] | None = None,
         stderr: IO[bytes] | None = None,
-        say: Callable[[str], None] = _ignore,
         progress: bool = True,
     ) -> None:
         readers.wait()
-        self._say = say
         if shown is None:
             shown = range(size) if size <= SHOWN_RANKS else (0,)
         self._shown = frozenset(shown)
@@ -152,7 +142,7 @@ class Output:
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
         self.directory = directory
         self._names = [f"rank.{rank:0{self._width}}.log" for rank in range(size)]
-        self._files = None if directory is None else RankFiles("--output-dir", directory, say)
+        self._files = None if directory is None else RankFiles("--output-dir", directory)
         if self._files is not None:
             self._files.open(self._names)
 
@@ -258,7 +248,7 @@ class Output:
         # EIO: the terminal is closed.
         if error.errno not in (errno.EPIPE, errno.EIO):
             names = {"stdout": "standard output", "stderr": "standard error"}
-            self._say(
+            readers.say(
                 f"{names[stream]}: {error.strerror}. The ranks' output to it is not shown any more"
             )
 
@@ -331,7 +321,6 @@ class TaggedOutput(Output):
     """Show the ranks' output as Horovod's horovodrun does, such as `[0]<stdout>:`.
 
     Args:
-        size: the number of ranks.
         others: arguments of `Output`.
         over_mpi: whether to use the prefix of Open MPI 4, such as `[1,0]<stdout>:`.
         with_time: whether the prefix begins with the time.

@@ -12,7 +12,7 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,13 @@ import hvdkit
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults.start_folders import ERROR, LATEST, START, Start, identify_launcher
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.ending import events
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.ending.outcome import outcome as outcome_of
 from hvdkit.system.plain_files import read_text
-from hvdkit.system.whole_files import beside, replacing
+from hvdkit.system.whole_files import beside, write
 
 
 def make(directory: Path) -> Path:
@@ -88,16 +89,12 @@ def describe_end(start: Start, outcome: Outcome) -> Start:
     )
 
 
-def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
+def write_start(folder: Path, start: Start) -> None:
     """Write the description of a start, when it begins and when it ends."""
-    try:
-        with replacing(folder / START) as draft:
-            draft.write_text(start.to_json(), encoding="utf-8")
-    except OSError as error:  # a full disk must not end the job
-        say(f"cannot write {folder / START}: {error.strerror}")
+    _write(folder / START, start.to_json())
 
 
-def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str], None]) -> None:
+def write_error(folder: Path, outcome: Outcome, plan: Plan) -> None:
     """Write the failure of a job to `error.json`.
 
     The keys are `reason`, `rank`, `host`, `status`, `signal`, `hint`, `suspects`,
@@ -112,12 +109,14 @@ def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str],
     After a signal, the script may have caught the exception.
     """
     hosts = [place.host.name for place in plan.places]
+    _write(folder / ERROR, json.dumps(error_content(outcome, hosts), indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        with replacing(folder / ERROR) as draft:
-            text = json.dumps(error_content(outcome, hosts), indent=2)
-            draft.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        say(f"cannot write {folder / ERROR}: {error.strerror}")
+        write(path, text)
+    except OSError as error:  # a full disk must not end the job
+        readers.say(f"cannot write {path}: {error.strerror}")
 
 
 def replayed(folder: Path) -> str | None:
@@ -144,7 +143,6 @@ def error_content(outcome: Outcome, hosts: Sequence[str]) -> dict[str, Any]:
     """Return the content of `error.json`, see `write_error`.
 
     Args:
-        outcome: the outcome of the job.
         hosts: the host of each rank.
     """
     failure = outcome.failure

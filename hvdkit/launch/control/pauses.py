@@ -20,7 +20,6 @@ class Pauses:
 
     Args:
         journal: the events of the job, which get the pauses.
-        now: the time.
 
     Attributes:
         read_until: all messages that had arrived until this time have been handled.

@@ -42,7 +42,6 @@ class Plan:
     """The command and the ranks of a job.
 
     Attributes:
-        command: the command of every rank.
         directory: the ranks' working directory, on every host.
         places: one per rank, in the order of ranks.
     """
@@ -93,7 +92,6 @@ def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return a text for ranks, such as `ranks 1 on host1, 2 on host2 and 3 more`.
 
     Args:
-        ranks: the ranks.
         hosts: the host of each rank of the job.
     """
     named = [f"{rank} on {hosts[rank]}" for rank in ranks]
@@ -104,6 +102,17 @@ def check_command(command: Sequence[str]) -> None:
     """Raise UsageError if `command` is empty."""
     if not command:
         raise UsageError("there is no command to run; expected e.g. `hvdkit run -np 2 python x.py`")
+
+
+def shares(hosts: Sequence[Host], size: int) -> list[tuple[Host, int]]:
+    """Return the hosts that get ranks, each up to its slots, and their numbers of ranks."""
+    found: list[tuple[Host, int]] = []
+    left = size
+    for host in hosts:
+        if count := min(host.slots, left):
+            found.append((host, count))
+            left -= count
+    return found
 
 
 def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], size: int) -> Plan:
@@ -123,12 +132,7 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
             f"-np is {size}, but the hosts have {name_slots(total_slots(hosts))} "
             f"({describe_slots(hosts)}). Lower -np, add hosts, or give them more slots: HOST:SLOTS."
         )
-    counts: list[tuple[Host, int]] = []
-    left = size
-    for host in hosts:
-        if count := min(host.slots, left):
-            counts.append((host, count))
-            left -= count
+    counts = shares(hosts, size)
     # For each local rank, the number of hosts that have it.
     across = Counter(local_rank for _, count in counts for local_rank in range(count))
     before: Counter[int] = Counter()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.console.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.faults.names import shortened
 from hvdkit.launch.agent import open_files
-from hvdkit.launch.control import prepare
+from hvdkit.launch.control import prepare, readers
 from hvdkit.launch.control.agent_pool import AgentPool, other_versions
 from hvdkit.launch.control.network import LOOPBACK, Interface
 from hvdkit.launch.control.plan import Plan
+from hvdkit.launch.control.prepare import Workers
 from hvdkit.launch.control.questions import Questions, named
 from hvdkit.launch.control.reachability import (
     FULL_MESH_HOSTS,
@@ -52,7 +53,6 @@ class Checked:
     """The diagnostics of the hosts, and the hosts to which their errors belong.
 
     Attributes:
-        diagnostics: the diagnostics.
         versions: the name of a package that differs -> the name of each host -> its version.
         broken: the connections that fail.
     """
@@ -62,36 +62,21 @@ class Checked:
     broken: Sequence[BrokenConnection]
 
 
-def before_start(
-    agents: AgentPool,
-    interfaces: Mapping[Host, Interface],
-    plan: Plan,
-    settings: Settings,
-    address: str,
-    say: Callable[[str], None],
-) -> None:
+def before_start(workers: Workers, plan: Plan, settings: Settings) -> None:
     """Check several hosts; warn of problems, and raise if the job could not start.
-
-    Args:
-        agents: the agents, which have sent their facts.
-        interfaces: host -> the interface of its ranks.
-        plan: the job.
-        settings: how the job is started.
-        address: an address of this machine that the ranks must reach.
-        say: prints a message for the user.
 
     Raises:
         StartError: a diagnostic is an error, or a host does not answer.
     """
-    if not settings.preflight or len(interfaces) < 2:
+    if not settings.preflight or len(workers.interfaces) < 2:
         return
-    checked = check(agents, interfaces, plan, address, settings.timeouts.start)
+    checked = check(workers, plan, settings.timeouts.start)
     for diagnostic in checked.diagnostics:
         # Only MPI needs different host names, and `--nodes` does not use MPI.
         if diagnostic.status == WARNING and not (
             diagnostic.name == _HOSTNAMES and settings.use_agent_environment
         ):
-            say(f"{diagnostic.name}: {diagnostic.found}; {diagnostic.advice}")
+            readers.say(f"{diagnostic.name}: {diagnostic.found}; {diagnostic.advice}")
     errors = [diagnostic for diagnostic in checked.diagnostics if diagnostic.status == ERROR]
     if errors:
         lines = [f"\n  {f.name}: {f.found}\n    -> {f.advice}" for f in errors]
@@ -132,36 +117,25 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
         able = [connection for connection in facts if not other_versions(facts[connection])]
         if able:
             by_host = {connection.host: facts[connection] for connection in able}
-            interfaces, address = prepare.choose_network(plan, by_host, settings)
+            workers = prepare.choose_network(agents, plan, by_host, settings)
             with agents.only(able):
-                diagnostics += check(
-                    agents,
-                    interfaces,
-                    plan,
-                    address,
-                    settings.timeouts.start,
-                    bandwidth,
-                    needs_engine=True,
-                ).diagnostics
+                timeout = settings.timeouts.start
+                checked = check(workers, plan, timeout, bandwidth, needs_engine=True)
+            diagnostics += checked.diagnostics
     return diagnostics
 
 
 def check(
-    agents: AgentPool,
-    interfaces: Mapping[Host, Interface],
+    workers: Workers,
     plan: Plan,
-    address: str,
     timeout: float,
     bandwidth: bool = False,
     needs_engine: bool = False,
 ) -> Checked:
-    """Examine the hosts of `agents`, all at once.
+    """Examine the hosts, all at once.
 
     Args:
-        agents: the agents, which have sent their facts.
-        interfaces: host -> the interface of its ranks.
         plan: the number of ranks, and their hosts.
-        address: an address of this machine that the hosts must reach.
         timeout: seconds for the answers to each question.
         bandwidth: also measure the bandwidth between the first two hosts.
         needs_engine: whether it is an error if no host has Horovod. A job may not use Horovod.
@@ -169,13 +143,13 @@ def check(
     Raises:
         StartError: a host does not answer.
     """
-    questions = Questions(agents, timeout)
+    questions, interfaces = Questions(workers.agents, timeout), workers.interfaces
     skews = _skews(questions)
     found = questions.all("examine", {"directory": plan.directory})
     versions = _versions(found)
     if needs_engine:
         versions.setdefault("horovod", dict.fromkeys(found, _NO_VERSION))
-    connections, broken = _connections(questions, interfaces, address, bandwidth)
+    connections, broken = _connections(questions, workers, bandwidth)
     diagnostics = [
         *_compared(versions),
         _network(interfaces),
@@ -256,17 +230,14 @@ def _mtu(interfaces: Mapping[Host, Interface]) -> Diagnostic:
 
 
 def _connections(
-    questions: Questions,
-    interfaces: Mapping[Host, Interface],
-    address: str,
-    bandwidth: bool,
+    questions: Questions, workers: Workers, bandwidth: bool
 ) -> tuple[list[Diagnostic], list[BrokenConnection]]:
     """Check TCP between all hosts, and from them to the launcher, on arbitrary ports.
 
     Return the diagnostics, and the connections that fail.
     """
     count = len(questions.hosts)
-    with listening(questions, interfaces, address) as targets:
+    with listening(questions, workers) as targets:
         broken, tried = try_connections(questions, targets)
         others = f"{FULL_MESH_HOSTS - 1} others" if count > FULL_MESH_HOSTS else "every other"
         text = f"every host reaches {others} and the launcher ({tried} connections)"

@@ -7,13 +7,14 @@ The launchers call the functions in this order: `start_agents`, `collect_facts`,
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.faults.names import shortened
 from hvdkit.launch.agent import binding
-from hvdkit.launch.control import environment, network
+from hvdkit.launch.control import environment, network, readers
 from hvdkit.launch.control.agent_pool import AgentPool
 from hvdkit.launch.control.messages import Message
 from hvdkit.launch.control.network import HostNetwork, Interface
@@ -21,6 +22,7 @@ from hvdkit.launch.control.plan import Place, Plan
 from hvdkit.launch.control.questions import Questions
 from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.hosts.hosts import Host, are_local
+from hvdkit.rendezvous.server import KEY
 
 _SHOWN_NAMES = 8
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -103,23 +105,22 @@ def script(command: Sequence[str], directory: str) -> list[str]:
 
 
 def choose_network(
+    agents: AgentPool,
     plan: Plan,
     facts: Mapping[Host, Message],
     settings: Settings,
-    say: Callable[[str], None] | None = None,
-) -> tuple[dict[Host, Interface], str]:
-    """Return the interface of each host's ranks, and this machine's address for the rendezvous.
+    warns: bool = False,
+) -> Workers:
+    """Choose the interface of each host's ranks, and this machine's address for the rendezvous.
 
     Args:
-        plan: the job.
         facts: host -> its facts (`host_facts.facts`).
-        settings: the user's choices.
-        say: prints a warning if the hosts share a network that is faster than that of ssh; None for
-            no warning.
+        warns: whether to warn if the hosts share a network that is faster than that of ssh.
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
-        return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
+        loopback = network.LOOPBACK
+        return Workers(agents, facts, dict.fromkeys(facts, loopback), loopback.address)
     networks = {
         host.name: HostNetwork(
             [Interface(**fields) for fields in found["interfaces"]],
@@ -131,15 +132,15 @@ def choose_network(
     }
     chosen = network.choose_interfaces(networks, settings.network)
     address = network.rendezvous_address(chosen, network.own_interfaces())
-    faster = network.faster_network(networks, chosen) if settings.network is None else None
-    if say is not None and faster is not None:
+    warns = warns and settings.network is None
+    if warns and (faster := network.faster_network(networks, chosen)) is not None:
         net, faster_speed, speed = faster
-        say(
+        readers.say(
             f"the ranks use the network of ssh, {next(iter(chosen.values())).network} "
             f"({speed / 1000:g} Gbit/s). The hosts share a faster one ({faster_speed / 1000:g} "
             f"Gbit/s): --network {net}"
         )
-    return {host: chosen[host.name] for host in facts}, address
+    return Workers(agents, facts, {host: chosen[host.name] for host in facts}, address)
 
 
 def rank_messages(
@@ -152,9 +153,6 @@ def rank_messages(
     """Return what the agents get about each rank: its numbers and its environment.
 
     Args:
-        plan: the job.
-        workers: the facts of the hosts, and their network.
-        settings: the user's choices.
         place_variables: returns the variables with a rank's place, such as its local rank.
         master_port: a free port of rank 0's host, for `environment.torch_variables`; None for ranks
             without these variables.
@@ -215,7 +213,7 @@ def start_ranks(
         HvdkitError: the host of rank 0 does not answer.
     """
     agents = workers.agents
-    port = _master_port(plan, workers, settings) if settings.torch_env else None
+    port = _master_port(plan, workers, settings)
     ranks = rank_messages(plan, workers, settings, place_variables, port)
     groups = plan.by_agent(len(agents.connections))
     for connection, places in zip(agents.connections, groups, strict=True):
@@ -223,8 +221,10 @@ def start_ranks(
         connection.send("start", ranks=[ranks[place.rank] for place in places], size=plan.size)
 
 
-def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int:
-    """Return a free port of rank 0's host."""
+def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int | None:
+    """Return a free port of rank 0's host; None for ranks without torchrun's variables."""
+    if not settings.torch_env:
+        return None
     host = plan.places[0].host
     address = workers.interfaces[host].address
     if workers.interfaces[host] is network.LOOPBACK:
@@ -236,12 +236,35 @@ def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int:
         return int(questions.all("free_port", {"address": address})[host])
 
 
-def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None]) -> None:
+def rank_lines(
+    plan: Plan,
+    workers: Workers,
+    settings: Settings,
+    place_variables: Callable[[Place, Interface], Mapping[str, str]],
+) -> list[str]:
+    """Return the command of each rank for a dry run. The arguments are those of `rank_messages`."""
+    port = _master_port(plan, workers, settings)
+    # Variables from -x, and variables of unknown use, may be secrets.
+    asked = environment.explicit(os.environ, settings.variables)
+    forwarded = environment.forwarded(os.environ).keys() - environment.known(os.environ).keys()
+    hidden = {*asked, *forwarded, KEY}
+    lines = []
+    for rank in rank_messages(plan, workers, settings, place_variables, port):
+        variables = rank["defaults"] | rank["env"]
+        shown = {name: value for name, value in variables.items() if name not in hidden}
+        words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
+        lines.append(f"  cd {shlex.quote(plan.directory)} && {shlex.join([*words, *plan.command])}")
+    if asked:
+        lines.append(f"  (and with {', '.join(sorted(asked))}, from -x)")
+    return lines
+
+
+def warn_of_withheld(plan: Plan, settings: Settings) -> None:
     """Tell the user which variables are not sent to other hosts, if the job has other hosts."""
     given = environment.explicit(os.environ, settings.variables)
     names = [name for name in environment.withheld(os.environ) if name not in given]
     if names and not (settings.use_agent_environment or all(local_hosts(plan).values())):
-        say(
+        readers.say(
             f"not sent to other hosts: {shortened(names, _SHOWN_NAMES)}. Their names look like "
             f"secrets, or their values belong to this host; to send a variable, give -x NAME"
         )

@@ -23,7 +23,6 @@ class ProcessConnection(Connection):
     """A connection to an agent that this process starts, here or over ssh.
 
     Args:
-        host: the agent's host.
         local: whether the host is this machine.
         ssh: how to reach other hosts.
         python: the Python of an agent on another host.

@@ -13,9 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hvdkit.errors import HvdkitError
 from hvdkit.faults.names import shortened
-from hvdkit.launch.control.agent_pool import AgentPool
 from hvdkit.launch.control.listener import BACKLOG, Listener
-from hvdkit.launch.control.network import Interface
+from hvdkit.launch.control.prepare import Workers
 from hvdkit.launch.control.questions import Questions
 from hvdkit.launch.control.start_error import BrokenConnection
 from hvdkit.launch.hosts.hosts import Host
@@ -29,25 +28,18 @@ FULL_MESH_HOSTS = 32
 _SENT_BYTES = 65536
 
 
-def broken_connections(
-    agents: AgentPool,
-    interfaces: Mapping[Host, Interface],
-    address: str,
-    timeout: float,
-) -> list[BrokenConnection]:
-    """Return the connections between the hosts of `agents`, and to the launcher, that fail.
+def broken_connections(workers: Workers, timeout: float) -> list[BrokenConnection]:
+    """Return the connections between hosts, and to the launcher, that fail.
 
     Args:
-        agents: the agents, which run no ranks now.
-        interfaces: host -> the interface of its ranks.
-        address: an address of this machine that the hosts must reach.
+        workers: the agents of the hosts, which run no ranks now.
         timeout: seconds for the answers to each question.
 
     Raises:
         HvdkitError: a host does not answer.
     """
-    questions = Questions(agents, timeout)
-    with listening(questions, interfaces, address) as targets:
+    questions = Questions(workers.agents, timeout)
+    with listening(questions, workers) as targets:
         return try_connections(questions, targets)[0]
 
 
@@ -57,14 +49,13 @@ def describe_broken(broken: Sequence[BrokenConnection]) -> str:
 
 
 @contextlib.contextmanager
-def listening(
-    questions: Questions, interfaces: Mapping[Host, Interface], address: str
-) -> Iterator[dict[str, tuple[str, int]]]:
-    """Context in which all hosts, and the launcher at `address`, accept connections.
+def listening(questions: Questions, workers: Workers) -> Iterator[dict[str, tuple[str, int]]]:
+    """Context in which all hosts, and the launcher at its address, accept connections.
 
     Yield their addresses and ports, by name.
     """
-    addresses = {host: interfaces[host].address for host in questions.hosts}
+    address = workers.address
+    addresses = {host: workers.interfaces[host].address for host in questions.hosts}
     arguments = {host: {"address": addresses[host]} for host in questions.hosts}
     try:
         server = socket.create_server((address, 0), backlog=BACKLOG)
@@ -139,7 +130,6 @@ def best_connected(
     many slots.
 
     Args:
-        hosts: the hosts.
         broken: the connections that fail.
         proven: the names of hosts on which ranks have been started, which may have commits. Another
             host is left out first if no host has more broken connections. None: all hosts are

@@ -1,5 +1,7 @@
 """Write to standard output and error, whose reader may not read: `less`, or a `tee` that hangs.
 
+`say` prints each message of `hvdkit run` for the user.
+
 A write waits for the reader. After a stop signal, the wait has a limit. Otherwise the launcher
 could not notice that the ranks have ended, and would not end.
 """
@@ -13,6 +15,7 @@ import select
 import time
 from collections.abc import Iterator
 
+from hvdkit.system.plain_files import printable
 from hvdkit.system.signals import noted
 
 # Bytes. A pipe that is writable takes so many without a wait.
@@ -27,6 +30,14 @@ _NOW_SECONDS = 1.0
 
 # When to end all waits (`time.monotonic`), and the shortest wait for a reader after this time.
 _limit = _shortest = float("inf")
+
+
+def say(text: str) -> None:
+    """Print a message of `hvdkit run`."""
+    # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
+    # errors, because a closed terminal must not prevent the ranks from saving.
+    with contextlib.suppress(OSError):
+        write(2, f"hvdkit run: {printable(text)}\n".encode())
 
 
 def wait() -> None:

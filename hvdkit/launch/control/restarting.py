@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.questions import named
 from hvdkit.launch.control.reachability import best_connected
@@ -54,7 +55,6 @@ class Supervisor(ABC):
             jobs that are not elastic.
         make_plan: returns the plan of a job of the given size on the given hosts.
         restarts: the most restarts in a row without progress.
-        say: prints a message for the user.
         hosts_return: whether a host that was lost may take part again later.
         requeue: whether a job that has lost a host ends with status `RESUMABLE`, because only the
             batch system can give the job another host.
@@ -67,7 +67,6 @@ class Supervisor(ABC):
     start: Callable[[Plan, Variables | None], Outcome]
     make_plan: Callable[[Sequence[Host], int], Plan]
     restarts: int
-    say: Callable[[str], None]
     hosts_return: bool = True
     requeue: bool = False
     pause: Callable[[float], None] = time.sleep
@@ -92,7 +91,7 @@ class Supervisor(ABC):
                 self._learn(plan, outcome)
             if (refusal := self._refusal(outcome, failures)) is not None:
                 if refusal:
-                    self.say(refusal)
+                    readers.say(refusal)
                 return last
             if (stopped := self._stopped(outcome)) is not None:
                 return stopped
@@ -104,11 +103,11 @@ class Supervisor(ABC):
                 outcome = self._begin(plan)
             except TooFewHosts as error:
                 begin_to_note()
-                self.say(str(error))
+                readers.say(str(error))
                 return last
             except HvdkitError as error:
                 begin_to_note()
-                self.say(str(error))
+                readers.say(str(error))
                 outcome = Outcome.not_started(error)
                 # A lost host may answer again at the next restart, or the other hosts are enough.
                 again = self.hosts_return or bool(outcome.unfit(plan.hosts, self.proven))
@@ -117,7 +116,7 @@ class Supervisor(ABC):
         if not (self.requeue and outcome.lost) or outcome.status == 0:
             return outcome
         # Also after a stop signal: before a node is taken away, Slurm may send one.
-        self.say(
+        readers.say(
             f"the allocation has lost a node. The job ends with status {RESUMABLE}: it can resume "
             f"in a new allocation"
         )
@@ -137,7 +136,7 @@ class Supervisor(ABC):
         if status == RESUMABLE:
             # The job has failed, and maybe saved nothing. Commits end with it.
             text += ". If you start the job again, it can resume from its last checkpoint on disk"
-        self.say(text)
+        readers.say(text)
         return replace(outcome, status=status, restartable=False)
 
     def _begin(self, plan: Plan) -> Outcome:
@@ -185,7 +184,7 @@ class Supervisor(ABC):
     def _unfit(self, plan: Plan, outcome: Outcome) -> list[Host]:
         """Return the hosts because of which the start has failed."""
         if outcome.start_error and (undecided := outcome.start_error.undecided(self.proven)):
-            self.say(undecided)
+            readers.say(undecided)
         return outcome.unfit(plan.hosts, self.proven)
 
 
@@ -223,11 +222,11 @@ class RestartedJob(Supervisor):
         self._failures.update(unfit)
 
     def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:
-        self.say(f"restart {len(in_a_row(self.outcomes))} of {self.restarts}")
+        readers.say(f"restart {len(in_a_row(self.outcomes))} of {self.restarts}")
         try:
             hosts = self.hosts()
         except UsageError as error:  # someone may be writing the file at this moment
-            self.say(f"the hosts stay the same: {error}")
+            readers.say(f"the hosts stay the same: {error}")
             hosts = plan.hosts
         if not self.requeue:
             left = self._without_bad(hosts, outcome)
@@ -245,7 +244,7 @@ class RestartedJob(Supervisor):
                 f"{self.min_size} (--min-np, or -np without it)"
             )
         if size < self.first.size:
-            self.say(f"{size} rank{'s' if size > 1 else ''} instead of {self.first.size}")
+            readers.say(f"{size} rank{'s' if size > 1 else ''} instead of {self.first.size}")
         return self.make_plan(hosts, size)
 
     def _without_bad(self, hosts: Sequence[Host], outcome: Outcome) -> Sequence[Host]:
@@ -264,5 +263,5 @@ class RestartedJob(Supervisor):
         left = [host for host in hosts if host.name not in names]
         if len(left) == len(hosts) or total_slots(left) < self.min_size:
             return hosts
-        self.say(f"left out, {why}: {named([host for host in hosts if host.name in names])}")
+        readers.say(f"left out, {why}: {named([host for host in hosts if host.name in names])}")
         return left

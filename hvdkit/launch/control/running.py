@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +17,6 @@ from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.launchers.launcher import Launcher
-from hvdkit.system.plain_files import printable
 from hvdkit.system.signals import status_before_start
 
 
@@ -27,10 +25,6 @@ class Runner:
 
     The first start fails if the folder for its output cannot be made. Later starts continue
     without it, because a full disk must not end a job that can resume.
-
-    Args:
-        options: the user's options.
-        launcher: the launcher.
     """
 
     def __init__(self, options: argparse.Namespace, launcher: Launcher) -> None:
@@ -45,7 +39,6 @@ class Runner:
         before the agents are closed, which may take many seconds.
 
         Args:
-            plan: the job.
             elastic: as for `Launcher.run`.
 
         Raises:
@@ -58,14 +51,14 @@ class Runner:
         _write(start, output.directory)
         found = None
         try:
-            with output, self._launcher.run(plan, output, say, elastic) as found:
+            with output, self._launcher.run(plan, output, elastic) as found:
                 output.close()
                 if found.report:
-                    say(found.report)
+                    readers.say(found.report)
                 ended = output_folder.describe_end(start, found)
                 _write(ended, output.directory)
                 if output.directory and (found.failure is not None or ended.failed):
-                    output_folder.write_error(output.directory, found, plan, say)
+                    output_folder.write_error(output.directory, found, plan)
         except (HvdkitError, KeyboardInterrupt) as error:
             if found is None:
                 _write(output_folder.describe_end(start, _without_job(error)), output.directory)
@@ -80,7 +73,6 @@ class Runner:
             self._options.make_output or Output,
             plan.size,
             shown,
-            say=say,
             progress=self._options.debug_rank is None,
         )
         if (parent := self._options.output_dir) is None:
@@ -90,7 +82,7 @@ class Runner:
         except UsageError as error:
             if not is_restart:
                 raise
-            say(f"{error}. The output of this start is not kept")
+            readers.say(f"{error}. The output of this start is not kept")
             return make()
 
 
@@ -105,22 +97,14 @@ def _without_job(error: HvdkitError | KeyboardInterrupt) -> Outcome:
 def _write(start: Start, folder: Path | None) -> None:
     """Write the description of a start, if it has a folder."""
     if folder is not None:
-        output_folder.write_start(folder, start, say)
-
-
-def say(text: str) -> None:
-    """Print a message of `hvdkit run`."""
-    # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
-    # errors, because a closed terminal must not prevent the ranks from saving.
-    with contextlib.suppress(OSError):
-        readers.write(2, f"hvdkit run: {printable(text)}\n".encode())
+        output_folder.write_start(folder, start)
 
 
 def _raise_file_limit(plan: Plan) -> None:
     """Raise the limit on open files to the needs of the job, or warn."""
     needed = open_files.needed_by_launcher(plan.size, len(plan.hosts))
     if (limit := open_files.raise_limit(needed)) < needed:
-        say(
+        readers.say(
             f"this process can open {limit:,} files, but a job of {plan.size} ranks may need "
             f"{needed:,}; if the job fails, raise the limit (`ulimit -Hn`)"
         )

@@ -21,7 +21,6 @@ class Settings:
         network: the user's choice of network (`network.choose_interfaces`).
         variables: the user's `-x` arguments.
         pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
-        timeouts: the timeouts of the job.
         preflight: check several hosts before starting ranks.
         torch_env: give ranks the variables that torchrun gives.
         use_agent_environment: ranks inherit the environment of their agent, not of the launcher.

@@ -24,7 +24,6 @@ def describe_silent_hosts(
         connections: the connections to all agents.
         lost: the names of the hosts that the launcher has lost.
         pauses: the pauses of this process.
-        now: the time (`time.monotonic`).
     """
     found: dict[str, tuple[float, float]] = {}
     # During a pause, this process did not read answers.

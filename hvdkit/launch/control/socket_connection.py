@@ -22,8 +22,6 @@ class SocketConnection(Connection):
     """A connection that an agent opened, because mpirun, srun or a user started the agent.
 
     Args:
-        host: the agent's host.
-        accepted: the connection.
         events: the queue for the agent's messages.
         started_by: mpirun or srun; empty if a user started the agent.
         lost_line: returns the line in which mpirun's ssh says that it has lost a host; "" for none.

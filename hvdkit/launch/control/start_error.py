@@ -17,7 +17,6 @@ class BrokenConnection:
         host: the host that tried to connect.
         target: the other host, or the launcher.
         address: the address of the other host.
-        reason: the error.
     """
 
     host: str
@@ -33,7 +32,6 @@ class StartError(HvdkitError):
     """The ranks cannot be started, because of certain hosts.
 
     Args:
-        message: the error.
         hosts: the names of the hosts that cannot take part.
         versions: the name of a package that must be the same on all hosts, but differs -> the name
             of each host -> its version.

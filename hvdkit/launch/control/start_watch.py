@@ -19,7 +19,6 @@ class LateStart:
     """Ranks that have not started yet, although others have.
 
     Attributes:
-        ranks: the ranks.
         registered: whether they have called `hvd.init()`, which has not returned.
         due: when they are late.
     """
@@ -37,7 +36,6 @@ def late_start(
     There is no limit before the first rank: ranks may import and download for any time.
 
     Args:
-        size: the number of ranks.
         notes: how far ranks are.
         pauses: the times in which the launcher did not run, and has read no messages.
         timeout: the seconds for the other ranks after one rank has registered, and over MPI also

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.control import prepare
+from hvdkit.launch.control import prepare, readers
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.questions import named
 from hvdkit.launch.control.reachability import best_connected
@@ -20,7 +20,8 @@ from hvdkit.launch.control.restarting import (
     Variables,
     in_a_row,
 )
-from hvdkit.launch.elastic.members import Members, assignment_of
+from hvdkit.launch.elastic.choice import assignment_of
+from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host, total_slots
 from hvdkit.launch.launchers.gloo import Gloo
@@ -105,9 +106,7 @@ class ElasticJob(Supervisor):
     """An elastic job.
 
     Attributes:
-        members: the hosts.
         exclusions: the hosts that are left out.
-        limits: the limits of the job.
     """
 
     progress: ClassVar[str] = "commit or checkpoint"
@@ -120,9 +119,9 @@ class ElasticJob(Supervisor):
 
     def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:  # noqa: ARG002
         if outcome.hosts_changed:
-            self.say("the hosts have changed: the ranks start again")
+            readers.say("the hosts have changed: the ranks start again")
         else:
-            self.say(
+            readers.say(
                 f"restart {len(in_a_row(self.outcomes))} (at most {self.restarts} in a row without "
                 f"a new {self.progress})"
             )
@@ -138,7 +137,7 @@ class ElasticJob(Supervisor):
         size = slots if self.limits.max_size is None else min(slots, self.limits.max_size)
         plan = self.make_plan(hosts, size)
         shown = ", ".join(f"{name}:{count}" for name, count in assignment_of(plan))
-        self.say(f"{size} rank{'s' if size > 1 else ''} on {shown}")
+        readers.say(f"{size} rank{'s' if size > 1 else ''} on {shown}")
         return plan
 
     def _variables(self, plan: Plan) -> Variables:
@@ -164,7 +163,7 @@ class ElasticJob(Supervisor):
         tried = self._tried_for_commit(plan, outcome)
         name = outcome.failing_host(plan)
         if name is not None and (message := self.exclusions.add(name)):
-            self.say(message)
+            readers.say(message)
         without = best_connected(plan.hosts, outcome.broken)[1]
         self._leave_out(without, "because connections to other hosts fail")
         unfit = self._unfit(plan, outcome)
@@ -178,7 +177,7 @@ class ElasticJob(Supervisor):
             # Make the last restart possible without hosts on which ranks end before they load.
             for host in tried:
                 self.members.give_up(host.name)
-            self.say(
+            readers.say(
                 f"the last commit, on {named(tried)}, could not be loaded. The last restart does "
                 f"without it if the other hosts are enough"
             )
@@ -198,7 +197,7 @@ class ElasticJob(Supervisor):
         for host in hosts:
             by_seconds.setdefault(self.exclusions.leave_out(host.name), []).append(host)
         for seconds, group in by_seconds.items():
-            self.say(
+            readers.say(
                 f"left out for {seconds:g} s if the other hosts are enough, {why}: {named(group)}"
             )
 
@@ -215,17 +214,13 @@ def run(
     hosts: FindHosts,
     limits: ElasticLimits,
     start: Callable[[Plan, Variables | None], Outcome],
-    say: Callable[[str], None],
 ) -> Outcome:
     """Run an elastic job until it ends.
 
     Args:
-        launcher: the launcher of its ranks.
         make_plan: see `MakePlan`.
         hosts: see `FindHosts`.
-        limits: the limits of the job.
         start: as for `Supervisor`.
-        say: prints a message for the user.
 
     Raises:
         HvdkitError: the first start of the job failed.
@@ -238,7 +233,6 @@ def run(
         limits.min_size,
         limits.max_size,
         exclusions.__contains__,
-        say,
     )
 
     def start_ranks(plan: Plan, variables: Variables | None) -> Outcome:
@@ -250,20 +244,13 @@ def run(
             start=start_ranks,
             make_plan=make_plan,
             restarts=limits.restarts,
-            say=say,
             members=members,
             exclusions=exclusions,
             limits=limits,
         ).run()
 
 
-def describe(
-    launcher: Gloo,
-    make_plan: MakePlan,
-    hosts: FindHosts,
-    limits: ElasticLimits,
-    say: Callable[[str], None],
-) -> str:
+def describe(launcher: Gloo, make_plan: MakePlan, hosts: FindHosts, limits: ElasticLimits) -> str:
     """Return the plan of a start on the current hosts as text. The arguments are those of `run`.
 
     Raises:
@@ -278,4 +265,4 @@ def describe(
     slots = total_slots(found)
     size = slots if limits.max_size is None else min(slots, limits.max_size)
     with launcher:
-        return launcher.describe(make_plan(found, size), say)
+        return launcher.describe(make_plan(found, size))

@@ -13,18 +13,20 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Self
 
 from hvdkit.errors import HvdkitError
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.agent_pool import AgentPool, unfitness
 from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.messages import PAUSE_SECONDS, Message
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.settings import Settings
+from hvdkit.launch.elastic.choice import Assignment, Choice, assignment_of
+from hvdkit.launch.elastic.member import Member
 from hvdkit.launch.hosts.hosts import Host, are_local, name_slots, total_slots
 from hvdkit.system.signals import begin_to_note
 
@@ -38,44 +40,6 @@ _POLL_SECONDS = 0.1
 #: Seconds for each thread to end.
 _THREAD_SECONDS = 5.0
 
-#: (name of a host, its number of ranks) for each host of a start, in the order of ranks.
-Assignment = Sequence[tuple[str, int]]
-
-
-class _State(Enum):
-    STARTING = "its agent is starting"
-    READY = "its agent has answered"
-    FAILED = "its agent could not be started, has ended, or cannot take part now"
-
-
-@dataclass
-class _Member:
-    """A host of the list of hosts, and its agent.
-
-    Attributes:
-        host: the host, with its current slots.
-        folder: the name of its folders for commits.
-        state: the state of its agent.
-        connection: the connection to its agent; None without one.
-        fit: whether the agent has answered that the host can take part.
-        kept: whether the agent has made the folders for commits.
-        folders: the paths of these folders. The next agent of the host keeps the same folders.
-        deadline: the time until which its agent must answer.
-        retry_at: the time of the next attempt to start an agent, or to ask an agent that stays.
-        problem: the last problem that was printed.
-    """
-
-    host: Host
-    folder: str
-    state: _State = _State.FAILED
-    connection: Connection | None = None
-    fit: bool = False
-    kept: bool = False
-    folders: Sequence[str] = ()
-    deadline: float = float("inf")
-    retry_at: float = 0.0
-    problem: str = ""
-
 
 @dataclass
 class Members:
@@ -85,11 +49,9 @@ class Members:
         discover: returns the current list of hosts. Its argument is a function that returns whether
             to end the search early.
         task: the fields of the `task` message, with which agents examine their hosts.
-        settings: how to reach hosts.
         min_size: the smallest number of ranks.
         max_size: the largest number of ranks; None for all slots.
         excluded: returns whether a host is left out because of its failures.
-        say: prints a message for the user.
     """
 
     discover: Callable[[Callable[[], bool]], Sequence[Host]]
@@ -98,9 +60,8 @@ class Members:
     min_size: int
     max_size: int | None
     excluded: Callable[[str], bool]
-    say: Callable[[str], None]
     _agents: AgentPool = field(init=False)
-    _members: dict[str, _Member] = field(default_factory=dict)
+    _members: dict[str, Member] = field(default_factory=dict)
     # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
     _folders: dict[str, str] = field(default_factory=dict)
@@ -145,14 +106,7 @@ class Members:
 
     def _lacks_agent(self) -> bool:
         """Return whether the agent of a host has just been lost, and the next one starts."""
-        return any(
-            member.folders
-            and (
-                member.state is _State.STARTING
-                or (member.connection is not None and member.connection.ended)
-            )
-            for member in self._members.values()
-        )
+        return any(member.lacks_agent for member in self._members.values())
 
     # For the supervisor
 
@@ -160,7 +114,7 @@ class Members:
         """Return the hosts that can take part, as soon as they have `size` slots.
 
         If none of these hosts has the newest commit, the first host that is returned has it, see
-        `_with_holder`.
+        `Choice.with_holder`.
 
         Raises:
             HvdkitError: they have fewer slots after `timeout` seconds, or the first look at the
@@ -173,18 +127,15 @@ class Members:
                 if self._error is not None:
                     raise self._error
                 usable = self._usable()
-                starting = any(m.state is _State.STARTING for m in self._on_list())
-                starting = starting or any(
-                    holder.state is _State.STARTING
-                    for holder in self._missing_holders(usable, self._holders)
-                )
+                awaited = [*self._on_list(), *self._choice.missing_holders(usable, self._holders)]
+                starting = any(member.is_starting for member in awaited)
                 if self._problem is not None and not starting:
                     if total_slots(usable) >= size:
-                        hosts = self._with_holder(usable, self._holders)
+                        hosts = self._choice.with_holder(usable, self._holders)
                         self._say_holder(hosts[0], usable)
                         return hosts
                     if not told:
-                        self.say(
+                        readers.say(
                             f"waiting for hosts: they have {name_slots(total_slots(usable))}, "
                             f"expected {size} (-np, or --min-np after a restart). The job ends if "
                             f"this takes longer than {timeout:g} s (--elastic-timeout)"
@@ -209,13 +160,12 @@ class Members:
             if committed:
                 self._holders = frozenset(dict(self._current))
             for member in self._members.values():
-                if member.state is _State.READY:
-                    member.state = _State.STARTING
+                if member.is_ready:
                     member.deadline = time.monotonic() + _PROBE_SECONDS
-                    self._ask(member)
+                    member.ask(self.task)
                 elif member.connection is None and member.host.name in self._holders:
                     # Its agent was lost after the ranks had committed, and before this call.
-                    self._expect_again(member)
+                    member.expect_again(_PROBE_SECONDS)
 
     def holders(self) -> frozenset[str]:
         """Return the names of the hosts that have the newest commit."""
@@ -311,7 +261,7 @@ class Members:
             self._error = found
         elif str(found) != self._problem and not self._stop.is_set():
             # Keep the last list.
-            self.say(f"the hosts stay the same: {found}")
+            readers.say(f"the hosts stay the same: {found}")
         self._problem = "" if isinstance(found, list) else str(found)
 
     def _set_list(self, found: Sequence[Host]) -> None:
@@ -322,10 +272,10 @@ class Members:
             else:
                 # The next agent of a host gets the same folders.
                 folder = self._folders.setdefault(host.name, os.urandom(16).hex())
-                self._members[host.name] = _Member(host, folder)
+                self._members[host.name] = Member(host, folder)
         for name, member in list(self._members.items()):
             if not self._is_kept(member) and name not in dict(self._current):
-                self._drop(self._members.pop(name))
+                self._members.pop(name).drop(self._agents)
 
     def _sort_list(self, names: Iterable[str]) -> None:
         """Set the names on the list.
@@ -338,7 +288,7 @@ class Members:
         order = dict.fromkeys([*dict(self._current), *self._listed, *names])
         self._listed = [name for name in order if name in listed]
 
-    def _is_kept(self, member: _Member) -> bool:
+    def _is_kept(self, member: Member) -> bool:
         """Return whether the host needs an agent.
 
         Hosts on the list need one, and a host with the newest commit if no host on the list that
@@ -348,9 +298,9 @@ class Members:
             return True
         return member.host.name in self._holders and not self._has_commit(self._on_list())
 
-    def _has_commit(self, members: Iterable[_Member]) -> bool:
+    def _has_commit(self, members: Iterable[Member]) -> bool:
         """Return whether one of these hosts has answered, and has the newest commit."""
-        return any(m.state is _State.READY and m.host.name in self._holders for m in members)
+        return any(m.is_ready and m.host.name in self._holders for m in members)
 
     def _retry_all(self, now: float) -> None:
         """Start agents on hosts without one. Ask agents that could not take part again.
@@ -364,34 +314,15 @@ class Members:
             if not self._is_kept(member):
                 continue
             if member.connection is not None:
-                if member.state is _State.FAILED and member.kept:
+                if member.kept and not (member.is_ready or member.is_starting):
                     member.retry_at = time.monotonic() + _RETRY_SECONDS
-                    self._ask(member)
+                    member.ask(self.task)
             elif member.host.local or places:
                 places -= not member.host.local
-                self._start_agent(member)
-
-    def _ask(self, member: _Member) -> None:
-        assert member.connection is not None
-        member.fit = False
-        member.connection.send("task", **self.task)
-
-    def _start_agent(self, member: _Member) -> None:
-        host = member.host
-        first = not member.problem
-        try:
-            self._agents.start({host: bool(host.local)}, self.settings.ssh, self.settings.python)
-        except HvdkitError as error:
-            self._fail(member, str(error))
-            return
-        member.connection = self._agents.connections[-1]
-        # `wait_for` does not wait for a host that has failed. The host joins when it answers.
-        member.state = _State.STARTING if first else _State.FAILED
-        member.kept = False
-        limit = time.monotonic() + self.settings.timeouts.start
-        member.deadline = min(member.deadline, limit)
-        self._ask(member)
-        member.connection.send("keep", name=member.folder)
+                try:
+                    member.start(self._agents, self.settings, self.task)
+                except HvdkitError as error:
+                    self._fail(member, str(error))
 
     def _handle(self, connection: Connection, message: Message) -> None:
         member = next((m for m in self._members.values() if m.connection is connection), None)
@@ -410,22 +341,15 @@ class Members:
             case "signalled" if not self._stop.is_set():
                 # Its successor gets the commits. At the end of the job, the agent deletes them.
                 member.fit = False
-                self._expect_again(member)
+                member.expect_again(_PROBE_SECONDS)
                 connection.send("end", grace=0.0)
             case "lost":
                 had_answered = member.kept
                 self._fail(member, connection.explain())
                 if had_answered and self._is_kept(member):
-                    self._expect_again(member)
-        if member.fit and member.kept and member.connection is not None:
-            member.state, member.problem = _State.READY, ""
-            member.deadline = float("inf")
-
-    def _expect_again(self, member: _Member) -> None:
-        """Start another agent on a host, because maybe only the agent was killed."""
-        member.problem, member.retry_at = "", 0.0
-        member.state = _State.STARTING
-        member.deadline = time.monotonic() + _PROBE_SECONDS
+                    member.expect_again(_PROBE_SECONDS)
+        if member.is_ready:
+            member.problem, member.deadline = "", float("inf")
 
     def _check_deadlines(self, now: float) -> None:
         for member in self._members.values():
@@ -436,7 +360,7 @@ class Members:
                 why = member.connection.explain() if member.connection else "its agent has ended"
                 self._fail(member, f"it does not answer: {why}")
 
-    def _limit_of_holder(self, member: _Member, now: float) -> float:
+    def _limit_of_holder(self, member: Member, now: float) -> float:
         """Return the time until which to wait for a host that alone has the newest commit.
 
         Its agent deletes the commit when its connection ends, so the host gets as much time as a
@@ -448,27 +372,19 @@ class Members:
             return float("-inf")
         return min(member.connection.silent_since, now) + self.settings.ssh.silence
 
-    def _may_hold(self, member: _Member) -> bool:
+    def _may_hold(self, member: Member) -> bool:
         """Return whether the host may have the newest commit, which ends with its agent."""
         return member.host.name in self._holders or member.host.name in dict(self._current)
 
-    def _fail(self, member: _Member, problem: str, stays: bool = False) -> None:
+    def _fail(self, member: Member, problem: str, stays: bool = False) -> None:
         """Note that a host cannot take part, and end its agent unless the agent stays."""
         if problem != member.problem and not self._stop.is_set():
-            self.say(f"{member.host.name} cannot take part: {problem}")
+            readers.say(f"{member.host.name} cannot take part: {problem}")
         member.problem = problem or "it failed"
         member.retry_at = time.monotonic() + _RETRY_SECONDS
-        if stays:
-            member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
-        else:
-            self._drop(member)
-
-    def _drop(self, member: _Member) -> None:
-        """End the agent of a host."""
-        member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
-        connection, member.connection = member.connection, None
-        if connection is not None:
-            self._agents.drop([connection])
+        member.fit, member.deadline = False, float("inf")
+        if not stays:
+            member.drop(self._agents)
 
     # Announcements
 
@@ -476,11 +392,12 @@ class Members:
         """Tell the ranks if a new start would use other hosts than the current start."""
         if not self._current:
             return
-        usable = self._usable(also=_State.STARTING)
+        usable = self._usable(also_starting=True)
         # The ranks commit before they end. After that, the hosts of this start have the commit.
-        chosen = self._with_holder(usable, dict(self._current).keys(), also=_State.STARTING)
+        chosen = self._choice.with_holder(usable, dict(self._current).keys(), also_starting=True)
         # With too few slots, the ranks continue as long as their hosts permit.
-        changed = total_slots(usable) >= self.min_size and self._assign(chosen) != self._current
+        differs = self._choice.assign(chosen) != self._current
+        changed = differs and total_slots(usable) >= self.min_size
         self._announce_version(self._version // 2 * 2 + int(changed))
 
     def _announce_version(self, version: int) -> None:
@@ -491,81 +408,30 @@ class Members:
             if member.connection is not None:
                 member.connection.send("hosts", version=version)
 
-    def _assign(self, hosts: Sequence[Host]) -> Assignment:
-        left = total_slots(hosts) if self.max_size is None else self.max_size
-        found = []
-        for host in hosts:
-            if count := min(host.slots, left):
-                found.append((host.name, count))
-                left -= count
-        return found
+    @property
+    def _choice(self) -> Choice:
+        return Choice(self._members, self._listed, self.max_size)
 
-    def _on_list(self) -> list[_Member]:
+    def _on_list(self) -> list[Member]:
         return [self._members[name] for name in self._listed]
 
-    def _usable(self, also: _State = _State.READY) -> list[Host]:
+    def _usable(self, also_starting: bool = False) -> list[Host]:
         """Return the hosts that can take part.
 
         Leave out the excluded hosts, unless the other hosts have fewer than `min_size` slots.
 
         Args:
-            also: a state of agents in which hosts of the current start count as usable, too.
+            also_starting: whether hosts of the current start whose agents start count, too.
         """
         current = dict(self._current)
         usable = [
             member.host
             for member in self._on_list()
-            if member.state is _State.READY
-            or (member.state is also and member.host.name in current)
+            if member.is_ready
+            or (also_starting and member.is_starting and member.host.name in current)
         ]
         good = [host for host in usable if not self.excluded(host.name)]
         return good if total_slots(good) >= self.min_size else usable
-
-    def _missing_holders(
-        self, usable: Sequence[Host], holders: Collection[str]
-    ) -> Sequence[_Member]:
-        """Return the hosts of which a start needs one, because only they have the newest commit.
-
-        Empty if a start on `usable` has a rank on a host with this commit. The first host is the
-        best: hosts of `usable` come first, then other hosts on the list, then hosts that have left
-        the list.
-
-        Args:
-            usable: the hosts that can take part.
-            holders: the names of the hosts that have the newest commit.
-        """
-        if any(name in holders for name, _ in self._assign(usable)):
-            return []
-        # A host that has left the list only copies its commit, which needs a second rank.
-        removed = [] if self.max_size == 1 else sorted(set(holders) - set(self._listed))
-        order = dict.fromkeys([*(host.name for host in usable), *self._listed, *removed])
-        return [self._members[n] for n in order if n in holders and n in self._members]
-
-    def _with_holder(
-        self,
-        usable: Sequence[Host],
-        holders: Collection[str],
-        also: _State = _State.READY,
-    ) -> Sequence[Host]:
-        """Return the hosts for a start. At least one has the newest commit, if this is possible.
-
-        All paths by which a host leaves the job end here: hosts that are excluded, that have left
-        the list, or that do not answer are not in `usable`. If only such hosts have the newest
-        commit, one that answers comes first with one rank. At the next commit, other hosts have
-        the commit too, and the ranks start again without it.
-
-        Args:
-            usable: the hosts that can take part.
-            holders: the names of the hosts that have the newest commit.
-            also: a state of agents that counts as an answer, too.
-        """
-        missing = self._missing_holders(usable, holders)
-        holder = next((m.host for m in missing if m.state in (_State.READY, also)), None)
-        if holder is None:
-            return usable
-        if holder in usable:
-            return [holder, *(host for host in usable if host != holder)]
-        return [replace(holder, slots=1), *usable]
 
     def _say_holder(self, first: Host, usable: Sequence[Host]) -> None:
         """Say why the first host of a start takes part, if it is not one of the usable hosts."""
@@ -576,9 +442,4 @@ class Members:
             how = "keeps the only rank (--max-np 1)"
         else:
             how = "takes part with 1 rank until the next commit"
-        self.say(f"no other host has the last commit. {first.name}, which {why}, {how}")
-
-
-def assignment_of(plan: Plan) -> Assignment:
-    """Return the hosts of a plan, and their numbers of ranks."""
-    return [(host.name, len(plan.on(host))) for host in plan.hosts]
+        readers.say(f"no other host has the last commit. {first.name}, which {why}, {how}")

@@ -29,13 +29,6 @@ def limits(options: argparse.Namespace) -> ElasticLimits:
             f"{name} {size}" for name, size in sizes.items() if size is not None
         )
         raise UsageError(f"{given_sizes}: expected 1 <= --min-np <= -np <= --max-np")
-    for name, value, least in (
-        ("--restarts", options.restarts, 0),
-        ("--reset-limit", options.reset_limit, 0),
-        ("--slots-per-host", options.slots_per_host, 1),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"{name} is {value}: expected at least {least}")
     cooldown = options.blacklist_cooldown_range
     if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
         raise UsageError(

@@ -18,6 +18,7 @@
 | `Resumed` | the launcher runs again after it was stopped | launcher |
 | `Asked` | all ranks are asked for their records | launcher |
 | `Judged` | the answers are judged: there is a verdict on a stall, or no stall | launcher |
+| `Saved`, `Committed` | a checkpoint or commit was saved; the hosts have the newest commit | rank |
 | `EndBegan` | the launcher begins to end the ranks | launcher |
 | `Found` | what the launcher has found when all ranks had ended | launcher |
 
@@ -32,14 +33,13 @@ computes the outcome from it again.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from hvdkit import exit_statuses
 from hvdkit.errors import HvdkitError
@@ -86,61 +86,70 @@ class JobPlan:
         return describe_ranks(ranks, self.hosts)
 
 
-class Reported(NamedTuple):
-    """A rank has reported its own end."""
+@dataclass(frozen=True)
+class Event:
+    """Something that has happened to a job.
+
+    Attributes:
+        at: when (`time.monotonic` of the launcher).
+    """
 
     at: float
+
+
+@dataclass(frozen=True)
+class Reported(Event):
+    """A rank has reported its own end."""
+
     rank: int
     report: RankReport
 
 
-class CollectiveFailed(NamedTuple):
+@dataclass(frozen=True)
+class CollectiveFailed(Event):
     """A rank's last collective has failed: its name, and the engine's error."""
 
-    at: float
     rank: int
     name: str
     error: str
 
 
-class ShutDown(NamedTuple):
+@dataclass(frozen=True)
+class ShutDown(Event):
     """A rank has called `hvd.shutdown()`: where, as a sentence; "" if it has started again."""
 
-    at: float
     rank: int
     text: str
 
 
-class InHorovod(NamedTuple):
+@dataclass(frozen=True)
+class InHorovod(Event):
     """A rank starts Horovod, runs it, or shuts it down.
 
     Attributes:
-        rank: the rank.
         start: the number of its last start of Horovod, from 1.
         connected: whether this start has connected the rank; over Gloo, whether the rank has
             registered at the rendezvous, because the engine has a timeout for the rest.
         leaving: whether the rank is in `hvd.shutdown()`, or its script has ended. Only over MPI.
     """
 
-    at: float
     rank: int
     start: int
     connected: bool
     leaving: bool = False
 
 
-class Answered(NamedTuple):
+@dataclass(frozen=True)
+class Answered(Event):
     """A rank has sent a record, see `RankRecords`.
 
     Attributes:
-        rank: the rank.
         reason: as for `Record`.
         call: the key of the oldest collective for which it waits; "" for none.
         waited: the seconds for which it waits.
         overdue: whether a collective has failed that had waited until its limit.
     """
 
-    at: float
     rank: int
     reason: str
     call: str = ""
@@ -148,34 +157,32 @@ class Answered(NamedTuple):
     overdue: bool = False
 
 
-class Observed(NamedTuple):
+@dataclass(frozen=True)
+class Observed(Event):
     """An agent has looked at the processes of some ranks, and these of them are stopped."""
 
-    at: float
     ranks: tuple[int, ...]
     stopped: tuple[int, ...]
 
 
-class Exited(NamedTuple):
+@dataclass(frozen=True)
+class Exited(Event):
     """The process of a rank has ended. Its last output may follow."""
 
-    at: float
     rank: int
     status: int
 
 
-class Ended(NamedTuple):
+@dataclass(frozen=True)
+class Ended(Event):
     """The process of a rank has ended, and all its output has arrived.
 
     Attributes:
-        rank: the rank.
         status: its exit status, negative for a signal.
-        tail: its last lines of output.
         hint: the probable cause of its end, if the agent knows one.
         stack: the lines of faulthandler after a crash.
     """
 
-    at: float
     rank: int
     status: int
     tail: tuple[str, ...] = ()
@@ -183,44 +190,42 @@ class Ended(NamedTuple):
     stack: tuple[str, ...] = ()
 
 
-class AgentSignalled(NamedTuple):
+@dataclass(frozen=True)
+class AgentSignalled(Event):
     """An agent got a stop signal, and has asked its ranks to stop."""
 
-    at: float
     host: str
     number: int
 
 
-class AgentFailed(NamedTuple):
+@dataclass(frozen=True)
+class AgentFailed(Event):
     """The agent of some ranks cannot continue."""
 
-    at: float
     host: str
     ranks: tuple[int, ...]
     reason: str
 
 
-class AgentDone(NamedTuple):
+@dataclass(frozen=True)
+class AgentDone(Event):
     """The agent of some ranks has confirmed that no process of the job is left."""
 
-    at: float
     host: str
     ranks: tuple[int, ...]
 
 
-class AgentLost(NamedTuple):
+@dataclass(frozen=True)
+class AgentLost(Event):
     """The agent of some ranks is lost.
 
     Attributes:
-        host: its host.
-        ranks: its ranks.
         text: the sentences for the user.
         with_host: whether the host does not answer; otherwise only the agent has ended.
         paused: whether the agent has ended because the launcher was stopped.
         silent: whether the agent does not answer, for example because it is stopped.
     """
 
-    at: float
     host: str
     ranks: tuple[int, ...]
     text: str
@@ -229,48 +234,48 @@ class AgentLost(NamedTuple):
     silent: bool = False
 
 
-class Unconfirmed(NamedTuple):
+@dataclass(frozen=True)
+class Unconfirmed(Event):
     """Agents on these hosts did not confirm the end of their ranks."""
 
-    at: float
     hosts: tuple[str, ...]
 
 
-class StopAsked(NamedTuple):
+@dataclass(frozen=True)
+class StopAsked(Event):
     """The launcher got a stop signal."""
 
-    at: float
     number: int
 
 
-class LateStart(NamedTuple):
+@dataclass(frozen=True)
+class LateStart(Event):
     """Ranks were late in `hvd.init()`."""
 
-    at: float
     text: str
 
 
-class LateStop(NamedTuple):
+@dataclass(frozen=True)
+class LateStop(Event):
     """Ranks run after the time for an orderly stop."""
 
-    at: float
     text: str
 
 
-class Resumed(NamedTuple):
+@dataclass(frozen=True)
+class Resumed(Event):
     """The launcher has not run for some seconds: it was stopped, or the machine suspended."""
 
-    at: float
     seconds: float
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True)
+class Asked(Event):
     """The launcher asks all ranks for their records."""
 
-    at: float
 
-
-class Judged(NamedTuple):
+@dataclass(frozen=True)
+class Judged(Event):
     """The ranks have answered, or their time is over.
 
     Attributes:
@@ -282,7 +287,6 @@ class Judged(NamedTuple):
             never.
     """
 
-    at: float
     text: str
     outlook: str = ""
     stalled: tuple[str, ...] = ()
@@ -294,13 +298,29 @@ class Judged(NamedTuple):
         return bool(self.text) and not self.outlook
 
 
-class EndBegan(NamedTuple):
-    """The launcher begins to end the ranks."""
+@dataclass(frozen=True)
+class Saved(Event):
+    """A new checkpoint or a new commit was saved: only the first one counts."""
 
-    at: float
+
+@dataclass(frozen=True)
+class Committed(Event):
+    """The hosts have the newest commit of an elastic job: only the first report counts."""
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class EndBegan(Event):
+    """The launcher begins to end the ranks, or gives them less time.
+
+    Attributes:
+        grace: the seconds between SIGTERM and SIGKILL.
+    """
+
+    grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class Found(Event):
     """The launcher has examined the job after the end of all ranks; each field is "" for nothing.
 
     Attributes:
@@ -311,38 +331,11 @@ class Found(NamedTuple):
         aborted_by: the srun that has ended all agents.
     """
 
-    at: float
     verdict: str = ""
     mismatch: str = ""
     silent: tuple[str, ...] = ()
     killed: str = ""
     aborted_by: str = ""
-
-
-#: Something that has happened to a job. `at` is when (`time.monotonic` of the launcher).
-Event = (
-    Reported
-    | CollectiveFailed
-    | ShutDown
-    | InHorovod
-    | Answered
-    | Observed
-    | Exited
-    | Ended
-    | AgentSignalled
-    | AgentFailed
-    | AgentDone
-    | AgentLost
-    | Unconfirmed
-    | StopAsked
-    | LateStart
-    | LateStop
-    | Resumed
-    | Asked
-    | Judged
-    | EndBegan
-    | Found
-)
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -363,34 +356,30 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "tuple[int, ...]": _all_are(int),
     "RankReport": _is(RankReport),
 }
-_KINDS: dict[str, type[Any]] = {each.__name__: each for each in get_args(Event)}
+_KINDS: dict[str, type[Event]] = {each.__name__: each for each in Event.__subclasses__()}
 
 
 def to_text(plan: JobPlan, events: Iterable[Event]) -> str:
     """Return the plan and the events as text, one JSON object per line."""
-    lines: list[dict[str, Any]] = [{"version": VERSION, **dataclasses.asdict(plan)}]
+    lines: list[dict[str, Any]] = [{"version": VERSION, **asdict(plan)}]
     left = _WHOLE_TAILS
     for event in events:
         if isinstance(event, Ended):
             kept = _LINES if left <= 0 else len(event.tail)
-            event, left = event._replace(tail=event.tail[-kept:]), left - 1
-        fields = event._asdict()
-        if isinstance(event, Reported):
-            fields["report"] = dataclasses.asdict(event.report)
-        lines.append({"kind": type(event).__name__, **fields})
+            event, left = replace(event, tail=event.tail[-kept:]), left - 1
+        lines.append({"kind": type(event).__name__, **asdict(event)})
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def _fields(content: Mapping[str, Any]) -> dict[str, Any]:
+def _values(content: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
 
 
 def _check(part: JobPlan | Event, size: int) -> None:
     """Raise a ValueError if a field has another type, or is no rank of a job of this size."""
-    for name, of in type(part).__annotations__.items():
-        value = getattr(part, name)
-        # A NamedTuple keeps its annotations as references.
-        of_type = _FIELDS[str(getattr(of, "__forward_arg__", of))](value)
+    for field in fields(part):
+        name, value = field.name, getattr(part, field.name)
+        of_type = _FIELDS[str(field.type)](value)
         ranks = {"rank": (value,), "ranks": value}.get(name, ())
         if not of_type or not all(0 <= rank < size for rank in ranks):
             raise ValueError(f"{type(part).__name__}: {name} is {value!r}")
@@ -412,17 +401,17 @@ def parse(text: str) -> tuple[JobPlan, list[Event]]:
         first: dict[str, Any] = next(lines, {})
         if first.pop("version") > VERSION:
             raise HvdkitError("the list of events is of a newer hvdkit: update hvdkit")
-        plan = JobPlan(**_fields(first))
+        plan = JobPlan(**_values(first))
         _check(plan, 1)
         if not plan.hosts:
             raise ValueError("no ranks")
         events: list[Event] = []
         for line in lines:
             kind = _KINDS[line.pop("kind")]
-            fields = _fields(line)
-            if isinstance(fields.get("report"), dict):
-                fields["report"] = RankReport.of(fields["report"])
-            events.append(kind(**fields))
+            values = _values(line)
+            if isinstance(values.get("report"), dict):
+                values["report"] = RankReport.of(values["report"])
+            events.append(kind(**values))
             _check(events[-1], plan.size)
         return plan, events
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

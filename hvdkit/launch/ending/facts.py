@@ -26,7 +26,6 @@ class Facts:
     """The facts of a job.
 
     Args:
-        plan: the job.
         events: its events, in any order.
     """
 
@@ -49,6 +48,21 @@ class Facts:
         """When the launcher has begun to end the ranks; infinite if it has not."""
         first = self._first(e.EndBegan)
         return _NEVER if first is None else first.at
+
+    @cached_property
+    def killed_at(self) -> float:
+        """When the ranks that are ended get SIGKILL; infinite if the launcher ends none."""
+        return min((each.at + each.grace for each in self._all(e.EndBegan)), default=_NEVER)
+
+    @property
+    def saved(self) -> bool:
+        """Whether a new checkpoint or a new commit was saved."""
+        return bool(self._all(e.Saved))
+
+    @property
+    def committed(self) -> bool:
+        """Whether the hosts have the newest commit of an elastic job."""
+        return bool(self._all(e.Committed))
 
     @cached_property
     def stop(self) -> e.StopAsked | None:

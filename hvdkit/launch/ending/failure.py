@@ -78,11 +78,9 @@ class Failure:
     """One rank that has failed.
 
     Attributes:
-        rank: the rank.
         status: its exit status, negative for a signal.
         ended: when its process has ended (`time.monotonic`).
         began: when it raised its error, or else ended.
-        tail: its last lines of output.
         report: its report; None without one.
         hint: the probable cause of its end, if the agent knows one.
         stack: the lines of faulthandler after a crash.

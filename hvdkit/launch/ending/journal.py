@@ -13,11 +13,7 @@ _E = TypeVar("_E", bound=Event)
 
 
 class Journal:
-    """The events of a job, which are only added. A signal handler may add one at any time.
-
-    Args:
-        plan: the job.
-    """
+    """The events of a job, which are only added. A signal handler may add one at any time."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan

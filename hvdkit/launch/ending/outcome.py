@@ -159,7 +159,6 @@ def outcome(plan: JobPlan, events: Iterable[Event]) -> Outcome:
     After a request to stop that came before the failure, there is no restart in any row.
 
     Args:
-        plan: the job.
         events: what has happened, in any order.
     """
     facts = Facts(plan, events)
@@ -169,6 +168,8 @@ def outcome(plan: JobPlan, events: Iterable[Event]) -> Outcome:
         lost=tuple(facts.lost_hosts),
         failed_agents=(*facts.failed_agents, *found.failed_agents),
         interrupted=facts.stopped_by if found.restartable else None,
+        saved=facts.saved,
+        committed=facts.committed,
     )
 
 

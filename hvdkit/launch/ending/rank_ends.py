@@ -19,11 +19,9 @@ class RankEnd:
     """The end of a rank.
 
     Attributes:
-        rank: the rank.
         status: the status that counts: that of the process, or of the script if a signal has ended
             the process after an orderly end of the script.
         at: when the process has ended.
-        tail: its last lines of output.
         hint: as for `Failure`.
         stack: as for `Failure`.
         script: the orderly end of its script, if it counts.

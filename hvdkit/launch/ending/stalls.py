@@ -19,6 +19,7 @@ from hvdkit.faults import records
 from hvdkit.faults.names import ENDED, LEAVING, STOPPED
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.verdict import Verdict, judge, overdue, overdue_calls
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.start_watch import LateStart, late_start
 from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.ending import events as e
@@ -26,7 +27,7 @@ from hvdkit.launch.ending.facts import Facts
 from hvdkit.launch.ending.failure import Kind
 from hvdkit.launch.ending.journal import Journal
 from hvdkit.runtime.record_files import FOLDER, RAISED, RECORD, SILENT, STATES
-from hvdkit.system.whole_files import replacing
+from hvdkit.system.whole_files import write
 
 #: Seconds to wait for the records of all ranks.
 ANSWER_SECONDS = 5.0
@@ -40,12 +41,7 @@ VERDICT = "verdict.txt"
 
 
 class Stalls:
-    """Questions to the ranks of a job, and verdicts on a lack of progress, from the events.
-
-    Args:
-        journal: the events of the job.
-        timeouts: the timeouts of the job.
-    """
+    """Questions to the ranks of a job, and verdicts on a lack of progress, from the events."""
 
     def __init__(self, journal: Journal, timeouts: Timeouts) -> None:
         self._journal = journal
@@ -286,11 +282,8 @@ class StallWatch:
     """Ask the ranks of a job, and show the verdicts.
 
     Args:
-        journal: the events of the job.
-        timeouts: the timeouts of the job.
         output: the output folder of this start; None for none.
         ask: asks all ranks for records.
-        say: prints a message for the user.
     """
 
     def __init__(
@@ -299,13 +292,11 @@ class StallWatch:
         timeouts: Timeouts,
         output: Path | None,
         ask: Callable[[], None],
-        say: Callable[[str], None],
     ) -> None:
         self._journal = journal
         self._timeouts = timeouts
         self._folder = None if output is None else output / FOLDER
         self._ask = ask
-        self._say = say
         # Derived from the first events, and the number of these.
         self._derived = Stalls(journal, timeouts), 0
 
@@ -337,7 +328,6 @@ class StallWatch:
         """Ask the ranks, or show the verdict, if it is time.
 
         Args:
-            now: the time (`time.monotonic`).
             silent_hosts: returns a sentence for each host that did not answer the launcher for some
                 time.
         """
@@ -355,15 +345,14 @@ class StallWatch:
                 self._keep(RAISED, json.dumps(stalls.raised))
                 self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{judged.text}\n")
             if judged.outlook:
-                self._say(f"{judged.text}\n{judged.outlook}")
+                readers.say(f"{judged.text}\n{judged.outlook}")
 
     def _keep(self, name: str, text: str) -> None:
         if self._folder is None:
             return
         with contextlib.suppress(OSError):  # a full disk must not end the job
             self._folder.mkdir(exist_ok=True)
-            with replacing(self._folder / name) as draft:
-                draft.write_text(text, encoding="utf-8")
+            write(self._folder / name, text)
 
 
 def _key(call: Call) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 from types import ModuleType
 
 from hvdkit.console.flags import add_options
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.launch.generate import kubernetes, slurm_script
-from hvdkit.system.whole_files import create
+from hvdkit.system.whole_files import create_for
 
 HELP = "write a job file for a batch system or a cluster"
 EXAMPLE = """\
@@ -46,14 +46,6 @@ def _write(kind: ModuleType, options: argparse.Namespace) -> int:
         raise UsageError(f"an argument is not UTF-8: {error}. Rename the file") from error
     if options.output is None:
         sys.stdout.buffer.write(data)
-        return 0
-    try:
-        # Never overwrite a file that the user may have edited.
-        create(options.output, data)
-    except FileExistsError:
-        raise HvdkitError(
-            f"-o {options.output} exists; remove it, or choose another name"
-        ) from None
-    except OSError as error:
-        raise HvdkitError(f"-o {options.output}: {error.strerror}") from error
+    else:
+        create_for("-o", options.output, data)
     return 0

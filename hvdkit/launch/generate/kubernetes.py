@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
-from hvdkit.console.flags import TYPES, add_options, flag
+from hvdkit.console.flags import TYPES, add_options, check_least, flag
 from hvdkit.errors import UsageError
 from hvdkit.exit_statuses import resumable, resumable_text
 from hvdkit.launch.control.output import SHOWN_RANKS
 from hvdkit.launch.control.timeouts import Timeouts
-from hvdkit.launch.generate.options import RESTARTS, check_numbers, fill, restarts, script_name
+from hvdkit.launch.generate.options import RESTARTS, fill, restarts, script_name
 
 HELP = "write a commented job for Kubernetes: an MPIJob, an indexed Job or a JobSet"
 EXAMPLE = """\
@@ -209,7 +209,7 @@ def _job_name(options: argparse.Namespace) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     least = {"workers": 1, "gpus_per_worker": 1, "ranks_per_worker": 1, "retries": 0, "restarts": 0}
-    check_numbers(options, least)
+    check_least(options, least)
     if not re.fullmatch(r"\S+", options.image):
         raise UsageError(f"--image is {options.image!r}; expected e.g. registry/me/train:1")
     for option in ("cpus", "memory", "shared_memory"):

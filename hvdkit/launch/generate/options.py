@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.console.flags import flag
-from hvdkit.errors import UsageError
-
 #: The option for restarts by `hvdkit run`.
 RESTARTS = """\
 --restarts N           let `hvdkit run` start the ranks again after a failure, at most N times in a
@@ -23,14 +20,6 @@ _TEMPLATES = Path(__file__).with_name("templates")
 def restarts(options: argparse.Namespace) -> list[str]:
     """Return the arguments of `hvdkit run` for restarts."""
     return [] if options.restarts is None else ["--restarts", str(options.restarts)]
-
-
-def check_numbers(options: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raise UsageError if an option is below its least value."""
-    for option, bound in least.items():
-        number = getattr(options, option)
-        if number is not None and number < bound:
-            raise UsageError(f"{flag(option)} is {number}; expected at least {bound}")
 
 
 def script_name(command: Sequence[str]) -> str:

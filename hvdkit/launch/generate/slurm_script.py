@@ -7,10 +7,10 @@ import operator
 import re
 import shlex
 
-from hvdkit.console.flags import add_options, flag
+from hvdkit.console.flags import add_options, check_least, flag
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.launch.control.timeouts import Timeouts
-from hvdkit.launch.generate.options import RESTARTS, check_numbers, fill, restarts, script_name
+from hvdkit.launch.generate.options import RESTARTS, fill, restarts, script_name
 
 HELP = "write a commented sbatch script for a job that resumes after preemption or its time limit"
 EXAMPLE = """\
@@ -73,7 +73,7 @@ def text(options: argparse.Namespace) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     numbers = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "grace")
-    check_numbers(options, dict.fromkeys(numbers, 1) | {"restarts": 0})
+    check_least(options, dict.fromkeys(numbers, 1) | {"restarts": 0})
     if not _TIME.fullmatch(options.time):
         raise UsageError(
             f"--time is {options.time}: expected for example 90 (minutes), 8:00:00 (hours) or 2-12 "

@@ -170,7 +170,6 @@ def expand_counts(text: str, variable: str) -> list[int]:
     """Return a number per node, from a list of Slurm: `2(x3),1` is 2, 2, 2, 1.
 
     Args:
-        text: the list.
         variable: the variable that contains it.
 
     Raises:
@@ -206,7 +205,6 @@ class BatchSystem:
     """A batch system.
 
     Attributes:
-        name: its name.
         variable: the variable that a job of it has, and that leads to the job's hosts.
         prefixes: the beginnings of the names of variables that must not reach other hosts.
         slots: returns host -> slots from the value of the variable.

@@ -75,7 +75,6 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     """Return the hosts of `-H`: `host1:4,host2:4`. The default is one slot.
 
     Args:
-        text: the hosts.
         source: where they are from, for errors.
 
     Raises:
@@ -92,7 +91,6 @@ def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
     """Return the hosts of a text with a line `HOST:SLOTS` or `HOST` for each; may be empty.
 
     Args:
-        text: the lines.
         source: where they are from, for errors.
         slots: the slots of a host without a number.
 

@@ -154,7 +154,6 @@ class Ssh:
         """Return why the agent on `host` did not start, and what to do.
 
         Args:
-            host: the host.
             status: ssh's exit status; None while ssh runs.
             stderr: the standard error of ssh and the agent.
             python: the Python of the agent.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hvdkit.errors import HvdkitError
@@ -23,7 +23,6 @@ def agents_started_by(
     listener: AgentListener,
     plan: Plan,
     timeout: float,
-    say: Callable[[str], None],
     holds: bool = False,
 ) -> Iterator[AgentPool]:
     """Run mpirun or srun, which starts an agent for each rank, and accept the agents.
@@ -32,12 +31,8 @@ def agents_started_by(
 
     Args:
         name: mpirun or srun.
-        command: its command line.
-        env: its environment.
         listener: the listener for its agents.
-        plan: the job.
         timeout: seconds for all agents to connect.
-        say: prints a message for the user.
         holds: whether to hold back the command's messages about ranks that have failed.
 
     Raises:
@@ -50,24 +45,24 @@ def agents_started_by(
         has_ended = len(connected) == plan.size and any(c.ended for c in connected.values())
         return holds and (explained or has_ended)
 
-    launcher = ExternalLauncher(name, command, env, say, is_consequence)
+    launcher = ExternalLauncher(name, command, env, is_consequence)
     deadline = time.monotonic() + timeout
     try:
         with AgentPool(listener.silence) as agents:
             while len(connected) < plan.size:
                 launcher.check(listener.problem)
                 if time.monotonic() > deadline:
-                    missing = [place for place in plan.places if place.rank not in connected]
-                    names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    missing = [rank for rank in range(plan.size) if rank not in connected]
                     if listener.problem:
                         raise HvdkitError(cannot_accept(listener.problem))
                     queued = name == "srun" and not connected
                     also = ", and that no other step uses the allocation (`squeue --steps`)"
                     raise StartError(
-                        f"rank {names} did not connect within {timeout:g} s (--start-timeout). "
-                        f"Check that its host can connect to {listener.address[0]}"
+                        f"{plan.describe(missing)} did not connect within {timeout:g} s "
+                        f"(--start-timeout). Check that its host can connect to "
+                        f"{listener.address[0]}"
                         f"{also if queued else ''}",
-                        [place.host.name for place in missing],
+                        [plan.places[rank].host.name for rank in missing],
                     )
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from hvdkit.errors import HvdkitError
+from hvdkit.launch.control import readers
 from hvdkit.launch.hosts.ssh import LOST_LINE
 from hvdkit.system.processes import ProcessGroup, exit_text
 
@@ -35,9 +36,6 @@ class ExternalLauncher:
 
     Args:
         name: mpirun or srun.
-        command: its command line.
-        env: its environment.
-        say: prints a message for the user.
         holds: returns whether to hold back what it says now, given `explained`.
 
     Attributes:
@@ -50,7 +48,6 @@ class ExternalLauncher:
         name: str,
         command: Sequence[str],
         env: Mapping[str, str],
-        say: Callable[[str], None],
         holds: Callable[[bool], bool],
     ) -> None:
         self._name = name
@@ -59,7 +56,6 @@ class ExternalLauncher:
         assert process.stdout
         self._process = process
         self._pipe = process.stdout
-        self._say = say
         self.explained = False
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._holds = holds
@@ -108,7 +104,7 @@ class ExternalLauncher:
     def show_held(self) -> None:
         """Show what was held back."""
         for text in self._held:
-            self._say(text)
+            readers.say(text)
         self._held.clear()
 
     def end(self) -> None:
@@ -131,4 +127,4 @@ class ExternalLauncher:
                 if self._holds(self.explained):
                     self._held.append(text)
                 else:
-                    self._say(text)
+                    readers.say(text)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import ClassVar, Self
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.control import environment, network, prepare
+from hvdkit.launch.control import prepare
 from hvdkit.launch.control.agent_command import agent_command
 from hvdkit.launch.control.agent_pool import AgentPool
-from hvdkit.launch.control.controller import Controller, over_gloo, place_variables
+from hvdkit.launch.control.controller import Controller, over_gloo
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.reachability import broken_connections
 from hvdkit.launch.control.settings import Settings
@@ -23,7 +21,6 @@ from hvdkit.launch.control.start_error import StartError
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.launchers.launcher import Launcher, Workers
-from hvdkit.system.processes import python_command
 from hvdkit.system.signals import begin_to_note, stop_noting
 
 # Time for all hosts to try connections after a failure.
@@ -35,9 +32,6 @@ class Gloo(Launcher):
     """Start ranks over Gloo, with an agent on each host: here, or over ssh.
 
     The agents stay between the starts of the job.
-
-    Attributes:
-        agents: the agents.
     """
 
     name = "Gloo"
@@ -70,14 +64,12 @@ class Gloo(Launcher):
             )
 
     @contextmanager
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> Iterator[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> Iterator[Workers]:
         self._connect(plan)
         facts = prepare.collect_facts(self.agents, plan, self.settings)
         names = {host.name for host in plan.hosts}
         checks = checks and not names <= self._checked
-        yield self._examine(self.agents, plan, facts, say, checks)
+        yield self._examine(self.agents, plan, facts, checks)
         self._checked.update(names)
 
     def _connect(self, plan: Plan) -> None:
@@ -134,18 +126,9 @@ class Gloo(Launcher):
             outcome = replace(outcome, interrupted=signal.Signals(number))
         return outcome
 
-    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
-        local, ssh = prepare.local_hosts(plan), self.settings.ssh
-        lines = ["This starts the agents, which start the ranks:"]
-        for host in plan.hosts:
-            agent = agent_command(host, local[host], ssh, self.settings.python)
-            lines.append(f"  {shlex.join(agent)}")
-
-        def on_host(host: Host, words: Sequence[str]) -> str:
-            line = f"cd {shlex.quote(plan.directory)} && {shlex.join(words)}"
-            return line if local[host] else shlex.join(["ssh", *ssh.options(), host.name, line])
-
-        return [*lines, *manual_commands(plan, self.settings, workers, on_host)]
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[Sequence[str]]:  # noqa: ARG002
+        local, settings = prepare.local_hosts(plan), self.settings
+        return [agent_command(h, local[h], settings.ssh, settings.python) for h in plan.hosts]
 
 
 def _with_broken(outcome: Outcome, workers: Workers) -> Outcome:
@@ -155,42 +138,7 @@ def _with_broken(outcome: Outcome, workers: Workers) -> Outcome:
     if len(workers.interfaces) == 1 or not answering:
         return outcome
     try:
-        broken = broken_connections(
-            workers.agents, workers.interfaces, workers.address, _CONNECT_SECONDS
-        )
+        broken = broken_connections(workers, _CONNECT_SECONDS)
     except HvdkitError:
         return outcome  # the next start finds that a host does not answer
     return outcome.with_broken(broken)
-
-
-def manual_commands(
-    plan: Plan,
-    settings: Settings,
-    workers: Workers,
-    on_host: Callable[[Host, Sequence[str]], str],
-) -> list[str]:
-    """Return the lines of a dry run with commands that start the ranks without hvdkit.
-
-    Args:
-        plan: the job.
-        settings: how it is started.
-        workers: the hosts and their network.
-        on_host: returns the command that runs the given words on a host.
-    """
-    port = network.free_port(workers.address)
-    rendezvous = python_command("-m", "hvdkit.rendezvous.server", workers.address, str(port))
-    lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
-    places = place_variables(plan, workers.address, port)
-    master_port = network.free_port(workers.address) if settings.torch_env else None
-    ranks = prepare.rank_messages(plan, workers, settings, places, master_port)
-    # Variables from -x, and variables of unknown use, may be secrets.
-    asked = environment.explicit(os.environ, settings.variables)
-    forwarded = environment.forwarded(os.environ).keys() - environment.known(os.environ).keys()
-    hidden = {*asked, *forwarded}
-    for place, rank in zip(plan.places, ranks, strict=True):
-        shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
-        words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
-        lines.append(f"  {on_host(place.host, [*words, *plan.command])} &")
-    if asked:
-        lines.append(f"  (and with {', '.join(sorted(asked))}, from -x)")
-    return lines

@@ -20,6 +20,7 @@ failure, test the message, the exit status, and that no process is left.
 from __future__ import annotations
 
 import argparse
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -44,11 +45,7 @@ from hvdkit.launch.hosts.hosts import Host
 class Launcher(ABC):
     """One way to start the ranks of a job. A context manager for all starts of the job.
 
-    Args:
-        settings: the settings of the job.
-
     Attributes:
-        settings: as given.
         refused: an option of `hvdkit run` that this launcher does not take -> why, and what to do.
         in_allocation: whether the hosts are those of an allocation. They stay the same, and only
             the batch system can give the job another host.
@@ -104,14 +101,10 @@ class Launcher(ABC):
         """The network of the ranks, and what starts them, after "2 ranks over "."""
 
     @abstractmethod
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> AbstractContextManager[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> AbstractContextManager[Workers]:
         """Examine the hosts, and choose the network. May end the agents on exit.
 
         Args:
-            plan: the job.
-            say: prints a message for the user.
             checks: whether to make the preflight, and to warn of a faster network.
 
         Raises:
@@ -119,41 +112,34 @@ class Launcher(ABC):
         """
 
     def _examine(
-        self,
-        agents: AgentPool,
-        plan: Plan,
-        facts: Mapping[Host, Message],
-        say: Callable[[str], None],
-        checks: bool,
+        self, agents: AgentPool, plan: Plan, facts: Mapping[Host, Message], checks: bool
     ) -> Workers:
         """Choose the network, and make the preflight if `checks`."""
-        warn = say if checks else None
-        interfaces, address = prepare.choose_network(plan, facts, self.settings, warn)
+        workers = prepare.choose_network(agents, plan, facts, self.settings, checks)
         if checks:
-            preflight.before_start(agents, interfaces, plan, self.settings, address, say)
-        return Workers(agents, facts, interfaces, address)
+            preflight.before_start(workers, plan, self.settings)
+        return workers
 
-    def workers(self, plan: Plan, say: Callable[[str], None]) -> AbstractContextManager[Workers]:
+    def workers(self, plan: Plan) -> AbstractContextManager[Workers]:
         """Start the agents that start the ranks: one for each host, or one for each rank.
 
         Raises:
             HvdkitError: the job could not be started.
         """
-        return self.examined(plan, say)
+        return self.examined(plan)
 
     @abstractmethod
     def controller(self, plan: Plan, workers: Workers) -> AbstractContextManager[Controller]:
         """Start what the ranks need to find each other."""
 
     @abstractmethod
-    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
-        """Return the lines of a dry run with the commands that would start the ranks."""
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[Sequence[str]]:
+        """Return the commands that start the agents of the ranks."""
 
     def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:  # noqa: ARG002
         """Return the hosts of a plan that do not answer or cannot take part now, and why.
 
         Args:
-            plan: the plan.
             timeout: seconds for the hosts to answer.
         """
         return {}
@@ -167,7 +153,6 @@ class Launcher(ABC):
         self,
         plan: Plan,
         output: Output,
-        say: Callable[[str], None],
         elastic: Callable[[Host], Mapping[str, str]] | None = None,
     ) -> Iterator[Outcome]:
         """Start the ranks, and watch them until they have ended. The context has the outcome.
@@ -175,20 +160,15 @@ class Launcher(ABC):
         On exit, the context closes the agents that do not stay. This may take many seconds.
 
         Args:
-            plan: the job.
             output: gets the ranks' output.
-            say: prints a message for the user.
             elastic: returns the variables for the ranks of an elastic job on a host; None in other
                 jobs.
 
         Raises:
             HvdkitError: the job could not be started.
         """
-        prepare.warn_of_withheld(plan, self.settings, say)
-        with (
-            self.workers(plan, say) as workers,
-            self.controller(plan, workers) as controller,
-        ):
+        prepare.warn_of_withheld(plan, self.settings)
+        with self.workers(plan) as workers, self.controller(plan, workers) as controller:
 
             def variables(place: Place, interface: Interface) -> Mapping[str, str]:
                 own = {} if elastic is None else elastic(place.host)
@@ -196,18 +176,27 @@ class Launcher(ABC):
 
             prepare.start_ranks(plan, workers, self.settings, variables)
             timeouts = self.settings.rank_timeouts
-            job = Job(plan, workers.agents, output, timeouts, controller, say, elastic is not None)
+            job = Job(plan, workers.agents, output, timeouts, controller, elastic is not None)
             yield self.after_failure(job.run(), plan, workers)
 
-    def describe(self, plan: Plan, say: Callable[[str], None]) -> str:
-        """Return the plan as text, and the commands that would start the ranks.
+    def describe(self, plan: Plan) -> str:
+        """Return the plan as text, with the commands of the agents and of the ranks.
 
         This starts agents to ask the hosts, but starts no rank.
 
         Raises:
             HvdkitError: a host cannot take part.
         """
-        with self.examined(plan, say, checks=False) as workers:
-            lines = [f"{plan.size} ranks over {self.name}, in {plan.directory}"]
-            lines += prepare.host_lines(plan, workers, self.settings)
-            return "\n".join([*lines, "", *self.commands(plan, workers)])
+        with (
+            self.examined(plan, checks=False) as workers,
+            self.controller(plan, workers) as controller,
+        ):
+            lines = [
+                f"{plan.size} ranks over {self.name}, in {plan.directory}",
+                *prepare.host_lines(plan, workers, self.settings),
+                "\nThis starts the agents:",
+                *(f"  {shlex.join(command)}" for command in self.commands(plan, workers)),
+                "\nThe agents start the ranks, with more variables in their environment:",
+                *prepare.rank_lines(plan, workers, self.settings, controller.variables),
+            ]
+            return "\n".join(lines)

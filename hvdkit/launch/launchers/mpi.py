@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import ClassVar
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.control import environment, network, prepare
+from hvdkit.launch.control import network, prepare
 from hvdkit.launch.control.agent_command import agent_variables, local_agent_command
 from hvdkit.launch.control.agent_pool import AgentPool
-from hvdkit.launch.control.controller import MPI_VARIABLES, Controller, over_mpi
+from hvdkit.launch.control.controller import Controller, over_mpi
 from hvdkit.launch.control.listener import AgentListener
+from hvdkit.launch.control.messages import LISTENER_VARIABLES
 from hvdkit.launch.control.network import Interface
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.settings import Settings
@@ -56,20 +56,16 @@ def mpirun_command(
     interfaces: Mapping[Host, Interface],
     variables: Sequence[str],
     ssh: Ssh,
-    directory: str,
     extra: Sequence[str] = (),
 ) -> list[str]:
     """Return mpirun's command line.
 
     Args:
-        mpirun: the mpirun.
         plan: the number of ranks on each host.
-        command: the command of each rank.
         interfaces: host -> the interface of its ranks.
-        variables: the names of the ranks' variables. mpirun takes the values from its own
+        variables: the names of the agents' variables. mpirun takes the values from its own
             environment, so that no command line shows them. Names in `extra` are left out.
         ssh: how mpirun reaches other hosts.
-        directory: the ranks' working directory.
         extra: the user's own arguments (--mpi-args), which follow those of hvdkit. They replace
             `--map-by` and `--bind-to`: Open MPI 5 refuses an option that is given twice.
     """
@@ -82,7 +78,7 @@ def mpirun_command(
         else _hydra(plan, interfaces, variables)
     )
     ours += _placement(mpirun, extra)
-    place = ["-n", str(plan.size), "-wdir", directory]
+    place = ["-n", str(plan.size), "-wdir", "/"]
     return [mpirun.path, *place, *ours, *extra, *command]
 
 
@@ -183,8 +179,6 @@ class Mpi(Launcher):
     """Start ranks with an MPI's `mpirun`, which starts an agent for each.
 
     Args:
-        settings: the settings of the job.
-        mpirun: the mpirun.
         extra: the user's own arguments for mpirun.
     """
 
@@ -204,13 +198,11 @@ class Mpi(Launcher):
         return f"MPI ({open_mpi if self._mpirun.open_mpi else 'Hydra (MPICH, Intel MPI)'})"
 
     @contextmanager
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> Iterator[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> Iterator[Workers]:
         with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, plan, self.settings)
             facts = prepare.collect_facts(agents, plan, self.settings)
-            yield self._examine(agents, plan, facts, say, checks)
+            yield self._examine(agents, plan, facts, checks)
 
     def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:
         with AgentPool(self.settings.ssh.silence) as agents:
@@ -219,25 +211,16 @@ class Mpi(Launcher):
             return {connection.host: problem for connection, problem in problems.items()}
 
     @contextmanager
-    def workers(self, plan: Plan, say: Callable[[str], None]) -> Iterator[Workers]:
-        with self.examined(plan, say) as found:
+    def workers(self, plan: Plan) -> Iterator[Workers]:
+        with self.examined(plan) as found:
             pass
         ssh, timeout = self.settings.ssh, self.settings.timeouts.start
         with closing(AgentListener(found.address, plan.size, ssh.silence)) as listener:
-            command = mpirun_command(
-                self._mpirun,
-                plan,
-                local_agent_command(),
-                interfaces=found.interfaces,
-                variables=[*listener.variables(), *agent_variables()],
-                ssh=ssh,
-                directory="/",
-                extra=self._extra,
-            )
+            (command,) = self.commands(plan, found)
             env = without_rank_variables(os.environ) | _hydra_environment(ssh)
             env |= listener.variables()
             with agents_started_by(
-                "mpirun", command, env, listener, plan, timeout, say, holds=True
+                "mpirun", command, env, listener, plan, timeout, holds=True
             ) as agents:
                 agents.require_facts(prepare.task(plan, self.settings), timeout)
                 yield replace(found, agents=agents)
@@ -249,21 +232,15 @@ class Mpi(Launcher):
     ) -> AbstractContextManager[Controller]:
         return nullcontext(over_mpi({}))
 
-    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
-        variables = self.settings.variables
-        names = environment.known(os.environ) | environment.explicit(os.environ, variables)
-        command = mpirun_command(
-            self._mpirun,
-            plan,
-            plan.command,
-            interfaces=workers.interfaces,
-            variables=sorted(names | MPI_VARIABLES),
-            ssh=self.settings.ssh,
-            directory=plan.directory,
-            extra=self._extra,
-        )
-        given = environment.explicit({}, [text for text in variables if "=" in text])
-        shown = [f"{name}={value}" for name, value in sorted(MPI_VARIABLES.items())]
-        shown += [f"{name}=…" for name in sorted(given)]
-        words = shlex.join(["env", *shown, *command])
-        return ["To start the same ranks by hand:", f"  {words}"]
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[Sequence[str]]:
+        return [
+            mpirun_command(
+                self._mpirun,
+                plan,
+                local_agent_command(),
+                interfaces=workers.interfaces,
+                variables=[*LISTENER_VARIABLES, *agent_variables()],
+                ssh=self.settings.ssh,
+                extra=self._extra,
+            )
+        ]

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.control import environment, messages, network, prepare
+from hvdkit.launch.control import environment, network, prepare
 from hvdkit.launch.control.agent_command import local_agent_command
-from hvdkit.launch.control.controller import MPI_VARIABLES, Controller, over_gloo, over_mpi
+from hvdkit.launch.control.controller import Controller, over_gloo, over_mpi
 from hvdkit.launch.control.listener import AgentListener
-from hvdkit.launch.control.messages import Message
+from hvdkit.launch.control.messages import LISTENER_VARIABLES, Message
 from hvdkit.launch.control.network import Interface
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.hosts.allocation import Allocation, check_size
 from hvdkit.launch.hosts.hosts import Host
-from hvdkit.launch.launchers import gloo, mpi
+from hvdkit.launch.launchers import mpi
 from hvdkit.launch.launchers.external import agents_started_by
 from hvdkit.launch.launchers.launcher import Launcher, Workers
 from hvdkit.system.processes import without_rank_variables
@@ -51,24 +50,14 @@ _LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")
 _QUESTION_SECONDS = 20
 
 
-def srun_command(
-    plan: Plan,
-    allocation: Allocation,
-    command: Sequence[str],
-    variables: Sequence[str],
-    kind: str = "none",
-    directory: str = "/",
-) -> list[str]:
-    """Return srun's command line.
+def srun_command(plan: Plan, allocation: Allocation, kind: str | None) -> list[str]:
+    """Return srun's command line, which starts the agents.
+
+    srun takes the values of variables from its own environment, so that no command line shows them.
 
     Args:
         plan: the host of each rank.
-        allocation: the allocation.
-        command: the command of each rank.
-        variables: the names of the ranks' variables, besides Slurm's. srun takes the values from
-            its own environment, so that no command line shows them.
-        kind: srun's `--mpi`.
-        directory: the ranks' working directory.
+        kind: srun's `--mpi`; None for ranks over Gloo.
 
     Raises:
         HvdkitError: srun is not on PATH.
@@ -89,9 +78,11 @@ def srun_command(
     if allocation.inside_step:
         arguments.append("--overlap")
     # The agents and this process end the ranks, not srun.
-    arguments += [f"--mpi={kind}", "--kill-on-bad-exit=0", "--wait=0"]
-    arguments += [f"--chdir={directory}", f"--export={','.join(variables)}"]
-    return [srun, *arguments, *command]
+    arguments += [f"--mpi={kind or 'none'}", "--kill-on-bad-exit=0", "--wait=0"]
+    login = [name for name in _LOGIN if name in os.environ]
+    names = sorted({*login, *environment.forwarded(os.environ), *LISTENER_VARIABLES})
+    arguments += ["--chdir=/", f"--export={','.join(names)}"]
+    return [srun, *arguments, *local_agent_command()]
 
 
 def _srun_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -106,8 +97,6 @@ class Slurm(Launcher):
     """Start ranks inside an allocation: `srun` starts an agent for each rank.
 
     Args:
-        settings: the settings of the job.
-        allocation: the allocation.
         kind: srun's `--mpi` for ranks over MPI; None for Gloo.
     """
 
@@ -139,19 +128,15 @@ class Slurm(Launcher):
         return f"{over}, started by srun"
 
     @contextmanager
-    def examined(
-        self, plan: Plan, say: Callable[[str], None], checks: bool = True
-    ) -> Iterator[Workers]:
+    def examined(self, plan: Plan, checks: bool = True) -> Iterator[Workers]:
         settings = self.settings
         with closing(
             AgentListener(_own_address(plan), plan.size, settings.ssh.silence)
         ) as listener:
             here = os.environ | listener.variables()
-            login = [name for name in _LOGIN if name in here]
-            names = sorted({*login, *environment.forwarded(here), *listener.variables()})
-            command = self._command(plan, local_agent_command(), names)
+            command = srun_command(plan, self._allocation, self._kind)
             env, timeout = _srun_environment(here), settings.timeouts.start
-            with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
+            with agents_started_by("srun", command, env, listener, plan, timeout) as agents:
                 # Ask one agent of each host.
                 first = {connection.host: connection for connection in reversed(agents.connections)}
                 with agents.only([first[host] for host in plan.hosts]):
@@ -160,7 +145,7 @@ class Slurm(Launcher):
                         host: _facts(answers[agent], host, plan, self._allocation)
                         for host, agent in first.items()
                     }
-                    found = self._examine(agents, plan, facts, say, checks)
+                    found = self._examine(agents, plan, facts, checks)
                 # Slurm also sends signals to the tasks, here the agents.
                 forwards = prepare.task(plan, settings) | {"forward_signals": True}
                 agents.require_facts(forwards, timeout)
@@ -171,30 +156,8 @@ class Slurm(Launcher):
             return nullcontext(over_mpi(_open_mpi_network(workers.interfaces)))
         return over_gloo(plan, workers.facts, workers.address)
 
-    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
-        variables = self.settings.variables
-        lines = ["This starts the agents, which start the ranks:"]
-        own = (messages.ADDRESS_VARIABLE, messages.TOKEN_VARIABLE)
-        names = sorted({*_LOGIN, *environment.forwarded(os.environ), *own})
-        lines.append(f"  {shlex.join(self._command(plan, local_agent_command(), names))}")
-        if self._kind is not None:
-            given = MPI_VARIABLES | _open_mpi_network(workers.interfaces)
-            names = sorted({*names, *environment.explicit(os.environ, variables), *given})
-            command = self._command(plan, plan.command, names, plan.directory)
-            words = ["env", *(f"{name}={value}" for name, value in given.items()), *command]
-            return [*lines, "", "To start the same ranks by hand:", f"  {shlex.join(words)}"]
-
-        def on_host(host: Host, words: Sequence[str]) -> str:
-            srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
-            return shlex.join([*srun, f"--chdir={plan.directory}", *words])
-
-        return [*lines, *gloo.manual_commands(plan, self.settings, workers, on_host)]
-
-    def _command(
-        self, plan: Plan, command: Sequence[str], variables: Sequence[str], directory: str = "/"
-    ) -> list[str]:
-        kind = self._kind or "none"
-        return srun_command(plan, self._allocation, command, variables, kind, directory)
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[Sequence[str]]:  # noqa: ARG002
+        return [srun_command(plan, self._allocation, self._kind)]
 
 
 def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:

@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 
-from hvdkit.console.flags import TYPES, add_options, flag
+from hvdkit.console.flags import TYPES, add_options, check_least, flag
 from hvdkit.errors import UsageError
 from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.hosts.ssh import HOST_SECONDS
@@ -110,6 +110,10 @@ _HOSTS = f"""
 """
 
 
+# The least values of options. A busy host may need almost as long as --host-timeout for an answer.
+_LEAST = {"nodes": 1, "restarts": 0, "reset_limit": 0, "slots_per_host": 1, "host_timeout": 2}
+
+
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit run`."""
     types = {**TYPES, "RANKS": _count, "S": _seconds, "ARGS": _quoted, "MIN": float}
@@ -146,8 +150,9 @@ def check(options: argparse.Namespace) -> None:
     `supervised`.
 
     Raises:
-        UsageError: two options exclude each other, or one needs another.
+        UsageError: a number is out of range, two options exclude each other, or one needs another.
     """
+    check_least(options, _LEAST)
     # Whether a rule applies to the job, the options that it refuses, and the error: {} becomes the
     # first of these options that was given.
     rules = (

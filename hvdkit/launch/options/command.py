@@ -18,10 +18,10 @@ from typing import Any
 from hvdkit.console.diagnostics import Diagnostic
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
-from hvdkit.launch.control import environment, preflight
+from hvdkit.launch.control import environment, preflight, readers
 from hvdkit.launch.control.messages import longest_silence
 from hvdkit.launch.control.plan import Plan, check_command, make_plan
-from hvdkit.launch.control.running import Runner, say
+from hvdkit.launch.control.running import Runner
 from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.hosts import allocation, hosts
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     launcher.check(options, plan)
     with launcher:
         if options.dry_run:
-            print(printable(launcher.describe(plan, say)))
+            print(printable(launcher.describe(plan)))
             return 0
         # Named hosts also include those without ranks.
         job_hosts = (lambda: _hosts(options) or []) if _named(options) else None
@@ -139,7 +139,6 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     from hvdkit.launch.elastic.options import limits
 
     job_limits = limits(options)
-    supervised.check_host_timeout(options)
     if not _named(options) and (allocation.inside(os.environ) or batch_hosts(os.environ)):
         raise UsageError(
             "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
@@ -165,10 +164,10 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
 
     launcher = Gloo(settings)
     if options.dry_run:
-        print(printable(job.describe(launcher, plan_of, current_hosts, job_limits, say)))
+        print(printable(job.describe(launcher, plan_of, current_hosts, job_limits)))
         return 0
     start = Runner(options, launcher).run
-    return job.run(launcher, plan_of, current_hosts, job_limits, start, say).status
+    return job.run(launcher, plan_of, current_hosts, job_limits, start).status
 
 
 def _launcher(options: argparse.Namespace, settings: Settings) -> Launcher:
@@ -201,10 +200,10 @@ def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
         )
         return 0
     if node.node > 0:
-        return joining.join(node, command, _directory(), say)
+        return joining.join(node, command, _directory())
 
     supervised.check(options, in_allocation=False)
-    with Nodes(node, settings, say) as launcher:
+    with Nodes(node, settings) as launcher:
         found = launcher.hosts(None)
         plan = make_plan(command, _directory(), found, hosts.total_slots(found))
         outcome = supervised.run(plan, options, launcher, None)
@@ -219,8 +218,6 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
         UsageError: an option is missing, or a number is out of range.
     """
     count = options.nodes
-    if count < 1:
-        raise UsageError(f"--nodes is {count}; expected at least 1")
     if options.rdzv is None and options.rdzv_file is None:
         raise UsageError(
             f"--nodes is {count}, without the address of node 0; give --rdzv or --rdzv-file"
@@ -271,7 +268,7 @@ def _plan(options: argparse.Namespace, launcher: Launcher) -> Plan:
         job_hosts = _hosts(options)
     if job_hosts is None and (found := batch_hosts(os.environ)) is not None:
         variable, job_hosts = found
-        say(f"the hosts of {variable}: {hosts.describe_slots(job_hosts)}")
+        readers.say(f"the hosts of {variable}: {hosts.describe_slots(job_hosts)}")
     if job_hosts is None:
         slots = _ranks_here() if options.num_proc is None else max(1, options.num_proc)
         job_hosts = [hosts.Host("localhost", slots)]
@@ -292,7 +289,7 @@ def _ranks_here() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
     one = "1 rank, because there is no GPU here; -np N starts N"
-    say(f"{gpus} rank{'s' if gpus > 1 else ''}, one for each GPU" if gpus else one)
+    readers.say(f"{gpus} rank{'s' if gpus > 1 else ''}, one for each GPU" if gpus else one)
     return max(1, gpus)
 
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.system.plain_files import read_text
-from hvdkit.system.whole_files import create
+from hvdkit.system.whole_files import create_for
 
 _COMMAND = "command"
 # The longest file, in bytes.
@@ -41,7 +41,6 @@ def parse_with(
     """Parse a file and a command line. The command line takes precedence.
 
     Args:
-        path: the file.
         verb: the parser of `hvdkit run`.
         words: the command line after `run`.
 
@@ -109,15 +108,8 @@ def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser
             f"--write-config {path}: the arguments take {len(data):,} bytes; expected at most "
             f"{_LONGEST:,}. Give the hosts with --hostfile"
         )
-    try:
-        # Mode 600, because -x NAME=VALUE may be a secret.
-        create(path, data, 0o600)
-    except FileExistsError:
-        raise HvdkitError(
-            f"--write-config {path} exists; remove it, or choose another name"
-        ) from None
-    except OSError as error:
-        raise HvdkitError(f"--write-config {path}: {error.strerror}") from error
+    # Mode 600, because -x NAME=VALUE may be a secret.
+    create_for("--write-config", path, data, 0o600)
 
 
 def _actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Action]:

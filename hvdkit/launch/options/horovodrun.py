@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.control import environment, prepare, running
+from hvdkit.launch.control import environment, prepare
 from hvdkit.launch.control.output import RankFiles, TaggedOutput
 from hvdkit.launch.options import arguments, command
 from hvdkit.launch.options.horovodrun_options import (
@@ -51,7 +51,6 @@ class Job:
 
     Attributes:
         given: the key of each given option -> its value.
-        command: the command of every rank.
         env: the environment of the launcher.
     """
 
@@ -209,7 +208,7 @@ def _variable(option: Option, value: Any) -> str:
 def _output(job: Job) -> Callable[..., TaggedOutput]:
     folder = job.given.get("output_filename")
     # The same files for all starts.
-    files = folder and RankFiles("--output-filename", Path(folder), running.say)
+    files = folder and RankFiles("--output-filename", Path(folder))
     return partial(
         TaggedOutput,
         over_mpi=job.mpi,

@@ -27,8 +27,6 @@ class Option:
         off: the names of the opposite flag, separated by spaces.
         words: the number of its values, if not 1.
         yaml: its place in a file of `--config-file`.
-        least: the least value, if there is one.
-        most: the greatest value, if there is one.
         values: all its values, separated by spaces, if they are few.
         times: the variable is the value times this number.
         inverse: the variable is 0 if the flag is set, and 1 if the opposite flag is set.

@@ -6,28 +6,24 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from hvdkit.errors import UsageError
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.plan import Plan, make_plan
 from hvdkit.launch.control.restarting import RestartedJob
-from hvdkit.launch.control.running import Runner, say
+from hvdkit.launch.control.running import Runner
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host, total_slots
 from hvdkit.launch.launchers.launcher import Launcher
 
 # Time for hosts to answer before a restart.
 _PROBE_SECONDS = 15.0
-#: The smallest --host-timeout, in seconds. A busy host may need almost as long for an answer.
-_LEAST_TIMEOUT = 2.0
 
 
 def check(options: argparse.Namespace, in_allocation: bool) -> None:
     """Check the options for restarts.
 
     Raises:
-        UsageError: a number is out of range, or --min-np was given in a Slurm allocation.
+        UsageError: --min-np is out of range, or was given in a Slurm allocation.
     """
-    if options.restarts < 0:
-        raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
-    check_host_timeout(options)
     if options.min_np is not None:
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
             most = "-np" if options.num_proc is None else f"{options.num_proc} (-np)"
@@ -41,15 +37,6 @@ def check(options: argparse.Namespace, in_allocation: bool) -> None:
             )
 
 
-def check_host_timeout(options: argparse.Namespace) -> None:
-    """Raise UsageError if --host-timeout is too short for the answer of a busy host."""
-    if options.host_timeout < _LEAST_TIMEOUT:
-        raise UsageError(
-            f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "
-            f"seconds"
-        )
-
-
 def run(
     plan: Plan,
     options: argparse.Namespace,
@@ -60,8 +47,6 @@ def run(
 
     Args:
         plan: the plan of the first start.
-        options: the user's options.
-        launcher: the launcher.
         hosts: returns the hosts that the user names for the next start; None if none are named.
     """
 
@@ -69,7 +54,7 @@ def run(
         probe = make_plan(plan.command, plan.directory, given, total_slots(given))
         problems = launcher.problems(probe, _PROBE_SECONDS)
         for host, problem in problems.items():
-            say(f"left out: {host.name}: {problem}")
+            readers.say(f"left out: {host.name}: {problem}")
         left_out = {host.name for host in problems}
         return [host for host in given if host.name not in left_out]
 
@@ -83,5 +68,4 @@ def run(
         first=plan,
         min_size=options.min_np or plan.size,
         restarts=options.restarts,
-        say=say,
     ).run()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+#: The messages of `hvdkit run` in this process during a test (`conftest`).
+SAID = []
 #: The beginning of the code of a rank.
 RANK = "import os, signal, sys, time; rank = int(os.environ['HOROVOD_RANK']);"
 

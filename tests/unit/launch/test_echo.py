@@ -7,20 +7,16 @@ from tests.unit.launch.commands import output_of
 _BEGIN = '''
 import json, os, sys
 from hvdkit.launch.agent.echo import Echo
-from hvdkit.launch.control.output import Output
+from hvdkit.launch.control import readers
 
 shown_at, said = os.dup(1), []
-
-def make_output(size, out, errors):
-    return Output(
-        size, range(size), stdout=out, stderr=errors, say=said.append, progress=False
-    )
+readers.say = said.append
 
 def begin(target):
     """Return an `Echo` that writes to `target`."""
     for descriptor in (1, 2):
         os.dup2(target, descriptor)
-    return Echo(make_output)
+    return Echo()
 
 def report(value):
     os.write(shown_at, json.dumps(value).encode())

@@ -49,7 +49,7 @@ class Agent:
 
 
 @pytest.fixture
-def job(monkeypatch):
+def job(monkeypatch, said):
     """Return a function that returns the outcome of a job of two ranks, one on each host.
 
     Its events are messages with the number of an agent, and maybe the time at which they have
@@ -60,7 +60,8 @@ def job(monkeypatch):
 
     def run(*events, mpi=False, stdout_closed=False, **timeouts):
         agents = [Agent(host) for host in PLAN.hosts]
-        left, began, run.said = list(events), monotonic(), []
+        left, began = list(events), monotonic()
+        said.clear()
 
         def next_event(_):
             nonlocal passed
@@ -80,13 +81,14 @@ def job(monkeypatch):
         external = SimpleNamespace(killed=lambda: "", aborted=lambda: "")
         pool = SimpleNamespace(connections=agents, next_event=next_event, external=external)
         controller = over_mpi({}) if mpi else Controller(lambda *_: {}, lambda: {0, 1})
-        with Output(2, None, None, say=print, progress=False) as output:
+        with Output(2, None, None, progress=False) as output:
             if stdout_closed:
                 output._streams["stdout"] = _NullStream(BrokenPipeError(errno.EPIPE, ""))
-            found = Job(PLAN, pool, output, Timeouts(**timeouts), controller, run.said.append).run()
+            found = Job(PLAN, pool, output, Timeouts(**timeouts), controller).run()
         run.explained = external.explained
         return found
 
+    run.said = said
     return run
 
 

@@ -173,12 +173,12 @@ def test_strangers_are_refused(listener, data):
 def mpirun(listener, code, size=1, timeout=10.0, name="mpirun", host="localhost", **options):
     """Context with the agents that a shell with this code starts; it stands for mpirun or srun.
 
-    Yield them, and a list of what is said.
+    Yield them.
     """
-    plan, said = make_plan(["true"], "/", [Host(host, size)], size), []
+    plan = make_plan(["true"], "/", [Host(host, size)], size)
     command = (name, ["sh", "-c", code], dict(os.environ))
-    with agents_started_by(*command, listener, plan, timeout, said.append, **options) as agents:
-        yield agents, said
+    with agents_started_by(*command, listener, plan, timeout, **options) as agents:
+        yield agents
 
 
 @pytest.mark.long
@@ -208,11 +208,11 @@ def test_a_step_that_waits_for_another_step_of_the_allocation(listener):
     ("holds", "explained", "shown"),
     [(True, True, False), (True, False, True), (False, True, True)],
 )
-def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained, shown):
+def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained, shown, said):
     """Those of srun, with `holds` False, may tell that a process used too much memory."""
     with (
         connected(listener, 0) as connection,
-        mpirun(listener, "sleep 0.5; echo late", holds=holds) as (agents, said),
+        mpirun(listener, "sleep 0.5; echo late", holds=holds) as agents,
     ):
         agents.external.explained = explained
         connection.close()
@@ -234,7 +234,7 @@ def test_a_host_that_the_ssh_of_mpirun_has_lost(listener, name, expected, is_los
     line = f"Timeout, server {name} not responding."
     with (
         connected(listener, 0) as connection,
-        mpirun(listener, f"echo '{line}'; sleep 1", host="me@localhost") as (agents, _),
+        mpirun(listener, f"echo '{line}'; sleep 1", host="me@localhost") as agents,
     ):
         (lost,) = agents.connections
         connection.close()
@@ -244,14 +244,14 @@ def test_a_host_that_the_ssh_of_mpirun_has_lost(listener, name, expected, is_los
         assert lost.lost_host() == is_lost
 
 
-def test_messages_of_mpirun_after_a_signal_during_the_start(listener):
+def test_messages_of_mpirun_after_a_signal_during_the_start(listener, said):
     """Agents that start after the signal cannot connect. mpirun would describe this at length."""
-    plan, said = make_plan(["true"], "/", [Host("localhost", 1)], 1), []
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
     ready = "echo before; sleep 1; kill -INT $PPID; sleep 1; echo 'agent 0 has failed'"
     command = ("mpirun", ["sh", "-c", ready], dict(os.environ))
     with (
         pytest.raises(KeyboardInterrupt),
-        agents_started_by(*command, listener, plan, 10, said.append, holds=True),
+        agents_started_by(*command, listener, plan, 10, holds=True),
     ):
         pytest.fail("no agent has connected")
     assert said == ["mpirun: before"]

@@ -16,7 +16,7 @@ TWO_HOSTS = {A: Interface("eth0", "10.0.0.1", 24), B: Interface("ens3", "10.0.0.
 
 def words(mpirun, interfaces, **options):
     plan = make_plan(["train"], "/work", list(interfaces), sum(h.slots for h in interfaces))
-    given = {"variables": ["PATH", "SECRET"], "ssh": Ssh(port=2222), "directory": "/work"}
+    given = {"variables": ["PATH", "SECRET"], "ssh": Ssh(port=2222)}
     return mpi.mpirun_command(
         mpirun, plan, plan.command, interfaces=interfaces, **(given | options)
     )

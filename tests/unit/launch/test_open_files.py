@@ -22,7 +22,7 @@ from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.hosts.ssh import Ssh
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000))
 node = NodeSettings(500, 0, 1, None, pathlib.Path(sys.argv[1]), b"", timeout=0.1)
-with contextlib.suppress(HvdkitError), Nodes(node, Settings(Ssh(), sys.executable), print):
+with contextlib.suppress(HvdkitError), Nodes(node, Settings(Ssh(), sys.executable)):
     pass
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """

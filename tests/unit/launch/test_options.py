@@ -28,7 +28,7 @@ WRONG = [
     ("-np 2 --min-np 1 true", "--min-np needs --restarts N"),
     ("-np 2 --restarts 1 --min-np 3 true", "--min-np is 3: expected at least 1, and at most 2"),
     ("-np 2 --restarts 1 --debug-rank 0 true", "cannot be combined with --debug-rank"),
-    ("-np 2 --host-timeout 1 true", "--host-timeout is 1: expected at least 2 seconds"),
+    ("-np 2 --host-timeout 1 true", "--host-timeout is 1: expected at least 2"),
     ("-np 2 --host-discovery-script x -H localhost:2 true", "was given with hosts"),
     ("-np 2 --debug-rank 2 true", "--debug-rank is 2; the ranks are 0 to 1"),
     ("-np 2 --debug-rank 0 --launcher mpi true", "--launcher gloo"),
@@ -47,7 +47,7 @@ WRONG = [
     ("--elastic --host-discovery-script ./missing true", "No such file"),
     # Nodes.
     ("--node-rank 0 true", "--node-rank needs --nodes N"),
-    ("--nodes 0 true", "--nodes is 0; expected at least 1"),
+    ("--nodes 0 true", "--nodes is 0: expected at least 1"),
     ("--nodes 2 true", "give --rdzv or --rdzv-file"),
     (f"{NODE_0} -H a,b true", "-H cannot be combined with --nodes"),
     (f"{NODE_0} --launcher mpi true", "--launcher mpi cannot be combined with --nodes"),

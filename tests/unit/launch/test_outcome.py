@@ -2,6 +2,7 @@
 
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -330,7 +331,7 @@ KILLED_BY_SRUN = (
         ([e.AgentDone(11.0, "host1", (1,)), *LEFT], (1, True, "host1"),
          "host1: its agent got SIGTERM or SIGHUP before it started rank 1 on host1. Check"),
         # It is reported beside the failure of a rank, and is not the cause later.
-        ([e.Ended(10.0, 0, 3), e.EndBegan(10.5), STUCK, STUCK._replace(at=11.5), lost(1)],
+        ([e.Ended(10.0, 0, 3), e.EndBegan(10.5), STUCK, replace(STUCK, at=11.5), lost(1)],
          (3, True, "host0"),
          "rank 0 on host0 failed: exit status 3. The launcher ended 1 other rank.\n"
          "Rank 0 wrote nothing.\nhost1: processes [7] did not end"),
@@ -526,7 +527,7 @@ def play(story, draw):
             # The messages of an agent arrive in their order. The launcher learns how long ago the
             # event was when the message was sent, so its time contains the delay.
             arrived = max(arrived, event.at + draw.choice([0.001, 0.02, 0.09, MOST_DELAY]))
-            arrivals.append((arrived, event._replace(at=arrived)))
+            arrivals.append((arrived, replace(event, at=arrived)))
     arrivals.sort(key=lambda each: each[0])
     known = []
     while True:
@@ -674,3 +675,10 @@ def test_a_job_is_resumable_only_if_it_was_stopped_first_and_all_ranks_have_save
             assert found.status == 128 + stop[1]
     if 75 in ends and None in ends and asked_first and not found.hosts_changed:
         assert "made an orderly stop (exit status 75)" in found.report or found.failure
+
+
+def test_what_was_saved_is_a_part_of_the_outcome():
+    found = outcome(JobPlan(("h",)), [e.Saved(1.0), e.Committed(1.5), e.Ended(2.0, 0, -9)])
+    assert (found.saved, found.committed) == (True, True)
+    found = outcome(JobPlan(("h",)), [e.Ended(2.0, 0, -9)])
+    assert (found.saved, found.committed) == (False, False)

@@ -10,7 +10,7 @@ import pytest
 from hvdkit.errors import UsageError
 from hvdkit.launch.control import output as output_module
 from hvdkit.launch.control.output import Output
-from hvdkit.launch.control.running import say
+from hvdkit.launch.control.readers import say
 
 
 class Terminal(io.BytesIO):
@@ -102,7 +102,7 @@ def test_bars_add_lines_and_change_none(monkeypatch):
         assert all(b"[0] " + line in shown for line in lines if line), seed
 
 
-def test_an_error_that_a_file_reports_at_its_end(streams, tmp_path):
+def test_an_error_that_a_file_reports_at_its_end(streams, tmp_path, said):
     """NFS reports a full disk or a quota when a file is closed."""
 
     class Full(io.FileIO):
@@ -110,8 +110,7 @@ def test_an_error_that_a_file_reports_at_its_end(streams, tmp_path):
             super().close()
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    said = []
-    with Output(2, directory=tmp_path, say=said.append, **streams) as output:
+    with Output(2, directory=tmp_path, **streams) as output:
         for name in output._files._files:
             output._files._files[name] = Full(tmp_path / name, "ab")
         output.write(1, "stdout", b"one\n")

@@ -159,7 +159,7 @@ def test_the_end_of_a_start_that_a_signal_stopped_early_is_written(tmp_path):
 )
 def test_a_signal_and_its_probable_cause_are_written(tmp_path, status, hint, name, written):
     outcome = Outcome(128 - status, failure=Failure(0, status, hint=hint))
-    output_folder.write_error(tmp_path, outcome, PLAN, print)
+    output_folder.write_error(tmp_path, outcome, PLAN)
     error = json.loads((tmp_path / "error.json").read_text())
     assert (error["signal"], error["hint"]) == (name, written)
 

@@ -12,6 +12,7 @@ from hvdkit.launch.agent import inspection
 from hvdkit.launch.control import preflight, reachability
 from hvdkit.launch.control.network import Interface
 from hvdkit.launch.control.plan import make_plan
+from hvdkit.launch.control.prepare import Workers
 from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.control.start_error import StartError
 from hvdkit.launch.ending.outcome import Outcome
@@ -47,6 +48,10 @@ class Answers:
 
     def all(self, question, arguments):
         return self.each(question, dict.fromkeys(self.hosts, arguments))
+
+
+def workers(interfaces, agents=None):
+    return Workers(agents, {}, interfaces, "127.0.0.1")
 
 
 def interfaces(count, mtus=(1500,) * 64):
@@ -133,7 +138,7 @@ def test_shared_memory_that_is_read_only(tmp_path):
 def test_blocked_connections():
     connect = {"node00": "no answer", "the launcher": ""}
     answers = Answers(listen=1, connect=connect, stop_listening=None)
-    (diagnostic,), _ = preflight._connections(answers, interfaces(2), "127.0.0.1", False)
+    (diagnostic,), _ = preflight._connections(answers, workers(interfaces(2)), False)
     assert diagnostic.status == ERROR
     assert "node01 to node00 (10.0.0.0): no answer" in diagnostic.found
     assert "firewall" in diagnostic.advice
@@ -164,7 +169,7 @@ def test_the_error_names_the_hosts_that_a_restart_leaves_out(monkeypatch):
     monkeypatch.setattr(preflight, "Questions", Differing)
     plan, settings = make_plan(["true"], "/", hosts, 4), Settings(Ssh(), "python")
     with pytest.raises(StartError, match="the hosts are not ready") as caught:
-        preflight.before_start(None, interfaces(4), plan, settings, "127.0.0.1", lambda text: None)
+        preflight.before_start(workers(interfaces(4)), plan, settings)
     outcome = Outcome.not_started(caught.value)
     assert outcome.unfit(hosts, proven=()) == [hosts[1], hosts[3]]
     # Ranks ran on host 3 before.
@@ -299,7 +304,7 @@ def test_no_host_listens_any_more_if_one_does_not_answer():
     here = dict.fromkeys(hosts, Interface("eth0", "10.0.0.1", 24))
     expected = "host0, host1 did not answer the question `connect`"
     with pytest.raises(StartError, match=expected) as caught:
-        reachability.broken_connections(agents, here, "127.0.0.1", 0.1)
+        reachability.broken_connections(workers(here, agents), 0.1)
     assert caught.value.hosts == ["host0", "host1"]
     for connection in agents.connections:
         assert connection.asked == ["listen", "connect", "stop_listening"]
@@ -309,7 +314,7 @@ def test_strangers_that_connect_to_the_launcher_do_not_keep_hosts_from_connectin
     questions = Answers(listen=1, stop_listening=None)
     here = dict.fromkeys(questions.hosts, Interface("lo", "127.0.0.1", 8))
     with ExitStack() as stack:
-        targets = stack.enter_context(reachability.listening(questions, here, "127.0.0.1"))
+        targets = stack.enter_context(reachability.listening(questions, workers(here)))
         address = targets[reachability.LAUNCHER]
         for _ in range(50):
             stack.enter_context(socket.create_connection(address, timeout=5))

@@ -1,5 +1,6 @@
 """The outcome of real jobs, computed again from the events in their output folders."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_recorded_job(name):
 def test_a_lost_host_that_is_noticed_after_the_launcher_has_begun_to_end_the_ranks():
     """On a busy host, the launcher gives up waiting for reports before it notices the loss."""
     plan, found = events.parse((FOLDER / "host-lost-in-mpi-init.jsonl").read_text())
-    early = [x._replace(at=1339.0) if isinstance(x, events.EndBegan) else x for x in found]
+    early = [replace(x, at=1339.0) if isinstance(x, events.EndBegan) else x for x in found]
     assert outcome(plan, early).report.startswith("lost host1: the host does not answer")
 
 

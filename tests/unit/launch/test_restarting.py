@@ -21,7 +21,7 @@ from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host, read_hostfile
 from hvdkit.system.processes import GROUP_VARIABLE
 from tests.ranks.rank_pool import Configuration, skip_where_unsupported
-from tests.unit.launch.commands import run, started, wait_until
+from tests.unit.launch.commands import SAID, run, started, wait_until
 from tests.without_dynamo import WITHOUT_DYNAMO
 
 DONE, FAILED = Outcome(0), Outcome(1, restartable=True)
@@ -63,7 +63,8 @@ def broken(*pairs):
 
 def supervise(outcomes, restarts=2, hosts=THREE[:2], min_size=4, lost=(), **options):
     """Run a job with the given outcomes. Return the outcome, the plans' hosts, texts and pauses."""
-    left, plans, texts, pauses = list(outcomes), [], [], []
+    left, plans, pauses = list(outcomes), [], []
+    SAID.clear()
 
     def start(plan, variables):
         assert variables is None
@@ -84,13 +85,12 @@ def supervise(outcomes, restarts=2, hosts=THREE[:2], min_size=4, lost=(), **opti
         first=plan_for(THREE[:2], 4),
         min_size=min_size,
         restarts=restarts,
-        say=texts.append,
         pause=pauses.append,
         **options,
     )
     outcome = job.run()
     assert not left
-    return outcome, plans, texts, pauses
+    return outcome, plans, [*SAID], pauses
 
 
 LEFT_OUT = "left out, because the job failed there 2 times: host1"

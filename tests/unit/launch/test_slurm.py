@@ -17,9 +17,9 @@ from tests.unit.launch.commands import run
 from tests.unit.launch.test_allocation import ENV
 
 
-def command(allocated, size, **options):
+def command(allocated, size, kind=None):
     plan = make_plan(["train"], "/data", allocated.hosts, size)
-    return slurm.srun_command(plan, allocated, plan.command, ["PATH", "TOKEN"], **options)
+    return slurm.srun_command(plan, allocated, kind)
 
 
 @pytest.fixture
@@ -31,13 +31,19 @@ def srun(tmp_path, monkeypatch):
     return str(program)
 
 
-def test_srun_starts_the_ranks_on_the_hosts_of_the_plan(srun):
+def test_srun_starts_agents_on_the_hosts_of_the_plan(srun, monkeypatch):
+    monkeypatch.setenv("OWN", "forwarded")
+    monkeypatch.setenv("OWN_TOKEN", "secret")
     words = command(allocation.read(ENV), 5)
     assert words[0] == srun
     assert {"--nodes=3", "--ntasks=5", "--nodelist=a1,a1,a2,a2,a3"} <= set(words)
-    assert {"--mpi=none", "--export=PATH,TOKEN"} <= set(words)
+    assert {"--mpi=none", "--chdir=/"} <= set(words)
+    (names,) = (word.removeprefix("--export=") for word in words if word.startswith("--export="))
+    names = set(names.split(","))
+    assert {"PATH", "OWN", "HVDKIT_LAUNCHER_ADDRESS", "HVDKIT_LAUNCHER_TOKEN"} <= names
+    assert "OWN_TOKEN" not in names
     assert "--overlap" not in words
-    assert words[-1] == "train"
+    assert words[-1] == "hvdkit.launch.agent.main"
 
 
 @pytest.mark.usefixtures("srun")
@@ -58,7 +64,7 @@ def test_nothing_listens_after_a_failed_start(monkeypatch):
     allocated = allocation.Allocation([host], {host: 1})
     launcher = slurm.Slurm(Settings(Ssh(), sys.executable), allocated, None)
     with pytest.raises(HvdkitError, match="no srun on PATH"):
-        launcher.describe(plan, print)
+        launcher.describe(plan)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +120,10 @@ def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     connected = []
 
-    def before_start(agents, *others):
+    def before_start(workers, *others):
+        agents = workers.agents
         connected.append((len(agents.connections), len(agents.every)))
-        check(agents, *others)
+        check(workers, *others)
 
     check = preflight.before_start
     monkeypatch.setattr(preflight, "before_start", before_start)
@@ -124,6 +131,6 @@ def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
     allocated = allocation.Allocation(hosts, dict.fromkeys(hosts, 2))
     plan = make_plan(["true"], "/", hosts, 3)
     launcher = slurm.Slurm(Settings(Ssh(), sys.executable), allocated, None)
-    with Output(3, progress=False) as output, launcher.run(plan, output, print) as outcome:
+    with Output(3, progress=False) as output, launcher.run(plan, output) as outcome:
         assert outcome.status == 0
     assert connected == [(2, 3)]

@@ -13,6 +13,7 @@ from hvdkit.launch.ending import events as e
 from hvdkit.launch.ending.events import JobPlan
 from hvdkit.launch.ending.journal import Journal
 from hvdkit.launch.ending.stalls import StallWatch
+from tests.unit.launch.commands import SAID
 
 WAITS = """Current thread 0x02 (most recent call first):
   File "/venv/site-packages/horovod/torch/mpi_ops.py", line 1 in synchronize
@@ -54,11 +55,11 @@ class Launcher:
     """The launcher's part for stalls, at a time that the test sets."""
 
     def __init__(self, folder=None, size=2, patience=0.0):
-        self.asked, self.said, self.folder = [], [], folder
+        self.asked, self.said, self.folder = [], SAID, folder
         self.journal = Journal(JobPlan(("h",) * size))
         timeouts = Timeouts(stall=patience)
         ask = lambda: self.asked.append(self.now)  # noqa: E731
-        self.watch = StallWatch(self.journal, timeouts, folder, ask, self.said.append)
+        self.watch = StallWatch(self.journal, timeouts, folder, ask)
         self.silent = ()
 
     def add(self, now, *found):

@@ -327,10 +327,12 @@ def start(server, code, size=2, hosts=(2,), **variables):
     """Start ranks that run `code`, as if on hosts with these numbers of ranks."""
     plan = make_plan(["x"], "/", [Host(f"host{i}", slots) for i, slots in enumerate(hosts)], size)
     base = without_rank_variables(os.environ) | {"OMP_NUM_THREADS": "1"}
-    places = place_variables(plan, server.address, server.port, server.key)
     command = [sys.executable, "-c", code]
-    ranks = [base | places(place, LOOPBACK) | variables for place in plan.places]
-    return start_ranks([RankCommand(command, env) for env in ranks])
+    ranks = [
+        RankCommand(command, base | place_variables(place, LOOPBACK, size, server) | variables)
+        for place in plan.places
+    ]
+    return start_ranks(ranks)
 
 
 ALLREDUCE = """
@@ -460,10 +462,3 @@ def test_process_sets_on_several_hosts(ranks, hosts):
         results = start(server, code, size=size, hosts=hosts, **env).wait(timeout=180)
     sums = [int(result.output.splitlines()[-1].split()[2]) for result in results]
     assert sums == [len(ranks) if rank in ranks else 0 for rank in range(size)]
-
-
-@pytest.mark.parametrize("arguments", [[], ["127.0.0.1"], ["127.0.0.1", "http"]])
-def test_wrong_arguments_of_the_server_get_a_clear_error(arguments, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rendezvous", *arguments])
-    with pytest.raises(SystemExit, match=r"expected an address of this machine and a port"):
-        rendezvous.main()

@@ -25,7 +25,7 @@ def _wait_as_spare(agent: int) -> None:
         # The user's `sitecustomize` or a .pth file has changed variables. The changes may depend on
         # variables of the rank, which have other values in the next start.
         os._exit(1)
-    nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
+    adjustment = _read("/proc/self/oom_score_adj")
     # If the host runs out of memory, the kernel should end spares first.
     _write("/proc/self/oom_score_adj", "1000")
     made: dict = {}  # the variables that imports have set
@@ -40,9 +40,6 @@ def _wait_as_spare(agent: int) -> None:
         message = json.loads(line)
         if message["kind"] == "start":
             break
-        if message["nice"] is not None:
-            # Without root, a process cannot get a higher priority than it has.
-            os.setpriority(os.PRIO_PROCESS, 0, max(nice, message["nice"]))
         _set_environment(message["environment"])
         _import(message["modules"], message["path"], message["file"])
         made.update(
@@ -53,12 +50,6 @@ def _wait_as_spare(agent: int) -> None:
         os.write(agent, b"ready\n")
     os.chdir(message["directory"])
     _set_environment({**message["environment"], **made})
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
-                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
-        except ProcessLookupError:
-            pass  # the thread has ended
     _write("/proc/self/oom_score_adj", adjustment)
     os.write(agent, b"started\n")
     os.close(agent)

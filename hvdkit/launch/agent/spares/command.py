@@ -38,8 +38,6 @@ def recognise(
 
     Args:
         command: `python [OPTION...] SCRIPT ...` or `python [OPTION...] -m MODULE ...`.
-        directory: its working directory.
-        environment: its environment.
     """
     words = list(command)
     if not words or not _is_python(words[0], environment):

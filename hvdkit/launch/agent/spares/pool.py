@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +21,13 @@ from hvdkit.system.processes import StartedProcess
 
 #: Seconds after the last report of a rank's modules, so that the job trains before spares start.
 _SETTLE_SECONDS = 5.0
-#: The most seconds for a spare to import its modules, at low priority.
+#: The most seconds for a spare to import its modules, beside ranks that use all processors.
 _IMPORT_SECONDS = 600.0
 #: Seconds for all spares to begin with their commands.
 _START_SECONDS = 2.0
 _WAIT_SECONDS = 0.2
 #: Bytes that must be available for each spare that is started.
 _MEMORY = 1_000_000_000
-#: The priority of a spare. Where ranks use all processors, it gets about a tenth of one: with the
-#: lowest priority (19), imports would take minutes.
-_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,6 @@ class Slot:
 
     Attributes:
         rank: its number.
-        environment: its environment.
         cpus: the CPUs that it is bound to.
     """
 
@@ -68,8 +61,6 @@ class SparePool:
     """The spares of the ranks of one start on a host. They can become ranks of the next start.
 
     Args:
-        command: the command of the ranks.
-        directory: their working directory.
         slots: the ranks that get spares, once they have reported their modules.
 
     Attributes:
@@ -200,32 +191,4 @@ class SparePool:
                 return
         # The script may also have deleted variables of the rank.
         others = {n: value for n, value in slot.environment.items() if not read_by_imports(n)}
-        self._spares[slot.rank].load(
-            group["modules"], others | group["variables"], _NICE if _can_undo_nice() else None
-        )
-
-
-@functools.cache
-def _can_undo_nice() -> bool:
-    """Return whether a process here may lower its priority and raise it again.
-
-    Without root or a limit (`ulimit -e`) that permits it, a rank would stay at low priority.
-    """
-    undone = []
-
-    def attempt() -> None:
-        # On Linux, the priority is that of a thread.
-        thread = threading.get_native_id()
-        before = os.getpriority(os.PRIO_PROCESS, thread)
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, max(before, _NICE))
-            os.setpriority(os.PRIO_PROCESS, thread, before)
-            undone.append(True)
-
-    thread = threading.Thread(target=attempt)
-    try:
-        thread.start()
-    except RuntimeError:  # this user may start no more threads
-        return False
-    thread.join()
-    return bool(undone)
+        self._spares[slot.rank].load(group["modules"], others | group["variables"])

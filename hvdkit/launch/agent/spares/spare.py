@@ -33,14 +33,11 @@ class Spare:
 
     Args:
         group: the group of the ranks of the next start.
-        command: the command of the rank.
         python: the parts of `command`, as `recognise` returns them.
-        directory: the working directory of the rank.
         environment: the environment that the rank has now.
         cpus: the CPUs that the rank is bound to.
 
     Attributes:
-        process: the process.
         socket: the connection to it, which does not block.
         loads: the times of the calls of `load` (`time.monotonic`).
     """
@@ -78,15 +75,12 @@ class Spare:
             unless_started.pop_all()
         self.socket.setblocking(False)
 
-    def load(
-        self, modules: Mapping[str, str | None], environment: Mapping[str, str], nice: int | None
-    ) -> None:
+    def load(self, modules: Mapping[str, str | None], environment: Mapping[str, str]) -> None:
         """Let the spare import these modules.
 
         Args:
             modules: name -> the file that the rank has loaded it from.
             environment: the environment during the imports, as the script has changed it.
-            nice: the priority of the spare until it is started; None to leave it.
         """
         self.loads.append(time.monotonic())
         self._send(
@@ -95,7 +89,6 @@ class Spare:
             modules=dict(modules),
             path=list(self._python.path),
             file=self._python.file,
-            nice=nice,
         )
 
     def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:

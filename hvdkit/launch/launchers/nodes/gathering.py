@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.faults.names import shortened
 from hvdkit.launch.agent import open_files
+from hvdkit.launch.control import readers
 from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.listener import BACKLOG, Listener
 from hvdkit.launch.control.plan import Plan
@@ -34,8 +36,6 @@ from hvdkit.launch.launchers.gloo import Gloo
 from hvdkit.launch.launchers.nodes.handshake import (
     Authenticator,
     NodeInfo,
-    Refused,
-    WrongKey,
     authenticate_to_node_0,
     describe_node,
     machine,
@@ -43,6 +43,7 @@ from hvdkit.launch.launchers.nodes.handshake import (
 from hvdkit.launch.launchers.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.launchers.nodes.settings import NodeSettings
 from hvdkit.system.plain_files import read_text
+from hvdkit.system.sealed import Refused, WrongKey
 from hvdkit.system.signals import begin_to_note, status_before_start
 from hvdkit.system.whole_files import beside, create
 
@@ -56,17 +57,14 @@ class Nodes(Gloo):
 
     Args:
         node: node 0's options.
-        settings: the settings of the job.
-        say: prints a message for the user.
     """
 
     # A node cannot join a running job again.
     hosts_return = False
 
-    def __init__(self, node: NodeSettings, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, node: NodeSettings, settings: Settings) -> None:
         super().__init__(settings)
         self._node = node
-        self._say = say
         # The nodes as the job's hosts, in the order of nodes.
         self._hosts: list[Host] = []
 
@@ -121,7 +119,7 @@ class Nodes(Gloo):
                     say_at = time.monotonic() + QUIET_SECONDS
                     missing = self._missing(connected)
                     if missing != said:
-                        self._say(f"waiting at {settings.rendezvous} for {missing}")
+                        readers.say(f"waiting at {settings.rendezvous} for {missing}")
                         said = missing
                 if time.monotonic() > deadline:
                     self._fail(connected, authenticator.refused, listener.problem)
@@ -144,9 +142,8 @@ class Nodes(Gloo):
 
     def _missing(self, connected: Collection[int]) -> str:
         missing = [node for node in range(1, self._node.nodes) if node not in connected]
-        shown = ", ".join(map(str, missing[:_SHOWN_NODES]))
-        more = f" and {len(missing) - _SHOWN_NODES} more" if len(missing) > _SHOWN_NODES else ""
-        return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._node.nodes}"
+        shown = shortened(missing, _SHOWN_NODES)
+        return f"node{'s' if len(missing) > 1 else ''} {shown} of {self._node.nodes}"
 
     def _fail(self, connected: Collection[int], refused: Sequence[str], own: str) -> NoReturn:
         settings = self._node

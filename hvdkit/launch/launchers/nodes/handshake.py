@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdkit.errors import HvdkitError
 from hvdkit.launch.launchers.nodes.settings import NodeSettings
-from hvdkit.system import sealed
+from hvdkit.system.plain_files import printable
 from hvdkit.system.sealed import MALFORMED, SealedConnection, greet, introduce
 
 _LONGEST_REASON = 300
@@ -51,20 +50,11 @@ def machine() -> str:
     return f"{_BOOT_ID.read_text().strip()} {network}"
 
 
-class Refused(HvdkitError):
-    """Node 0 answers, and refuses this node."""
-
-
-class WrongKey(Refused):
-    """The process at node 0's address has another key."""
-
-
 class Authenticator:
     """Accept nodes that know the job's key, each number once.
 
     Args:
         settings: node 0's settings.
-        key: the job's key.
 
     Attributes:
         refused: why nodes were refused; the texts and their number are bounded.
@@ -118,7 +108,7 @@ class Authenticator:
         return None
 
     def _note(self, refused: str, known: bool) -> None:
-        text = _printable(refused)
+        text = shown(refused)
         # Keep fewer refusals of nodes without the key, because they may be strangers.
         most = _MOST_REFUSED if known else _MOST_STRANGERS
         if text not in self.refused and len(self.refused) < most:
@@ -131,21 +121,10 @@ def authenticate_to_node_0(
     """Prove to node 0 that this node belongs to the job, and check that node 0 does, too.
 
     Raises:
-        OSError: the other side does not answer as node 0 does.
-        Refused: node 0 refuses this node.
+        OSError, WrongKey, Refused: as `introduce`.
     """
     fields = asdict(describe_node(settings)) | {"nodes": settings.nodes, "size": settings.size}
-    try:
-        return introduce(connection, key, fields)
-    except sealed.WrongKey as error:
-        raise WrongKey(
-            f"node 0 at {settings.rendezvous} and node {settings.node} do not have the same key"
-        ) from error
-    except sealed.Refused as error:
-        raise Refused(
-            f"node 0 at {settings.rendezvous} refuses node {settings.node}: "
-            f"{_printable(str(error))}"
-        ) from error
+    return introduce(connection, key, fields)
 
 
 def _read_fields(fields: Any) -> tuple[NodeInfo, int, object]:
@@ -163,5 +142,6 @@ def _size_option(size: object) -> str:
     return "no -np" if size is None else f"-np {size}"
 
 
-def _printable(text: str) -> str:
-    return "".join(character for character in text if character.isprintable())[:_LONGEST_REASON]
+def shown(reason: str) -> str:
+    """Return why a node was refused, for a message. Another program may have written it."""
+    return printable(reason, one_line=True)[:_LONGEST_REASON]

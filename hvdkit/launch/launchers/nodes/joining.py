@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.control.output import Output
+from hvdkit.launch.agent.echo import Echo
+from hvdkit.launch.control import readers
 from hvdkit.launch.hosts.hosts import own_addresses
-from hvdkit.launch.launchers.nodes.handshake import WrongKey, authenticate_to_node_0, machine
+from hvdkit.launch.launchers.nodes.handshake import authenticate_to_node_0, machine, shown
 from hvdkit.launch.launchers.nodes.node_agent import NodeAgent
 from hvdkit.launch.launchers.nodes.settings import NodeSettings
 from hvdkit.system.plain_files import open_regular, parse_json
-from hvdkit.system.sealed import STEP_SECONDS, SealedConnection
+from hvdkit.system.sealed import STEP_SECONDS, Refused, SealedConnection, WrongKey
 
 #: Seconds of waiting after which the user gets a message.
 QUIET_SECONDS = 5.0
@@ -30,43 +31,34 @@ _LONGEST_FILE = 100_000
 End = TypeVar("End")
 
 
-def join(
-    settings: NodeSettings, command: Sequence[str], directory: str, say: Callable[[str], None]
-) -> int:
+def join(settings: NodeSettings, command: Sequence[str], directory: str) -> int:
     """Run this node's ranks. Returns the job's exit status.
 
     Args:
         settings: this node's.
-        command: the command of its ranks.
-        directory: their working directory.
-        say: prints a message for the user.
 
     Raises:
         HvdkitError: node 0 cannot be reached, or refuses this node.
     """
-    with _connected(settings, say) as connection:
+    with _connected(settings) as connection:
         overrides = {
             "command": list(command),
             "directory": directory,
             "path": os.environ.get("PATH"),
         }
-
-        def make_output(size: int, out: IO[bytes], errors: IO[bytes]) -> Output:
-            return Output(size, range(size), stdout=out, stderr=errors, say=say, progress=False)
-
-        agent = NodeAgent(connection, connection, overrides, make_output)
+        agent = NodeAgent(connection, connection, overrides, Echo())
         agent.run()
     if agent.outcome is None:
-        say("lost node 0; see its output for the reason")
+        readers.say("lost node 0; see its output for the reason")
         return 1
     status, report = int(agent.outcome["status"]), str(agent.outcome["report"])
     if status:
-        say(f"the job ended with status {status}{f': {report}' if report else ''}")
+        readers.say(f"the job ended with status {status}{f': {report}' if report else ''}")
     return status
 
 
 @contextmanager
-def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[SealedConnection]:
+def _connected(settings: NodeSettings) -> Iterator[SealedConnection]:
     """Connect to node 0, with retries."""
     deadline = time.monotonic() + settings.timeout
     say_at = time.monotonic() + QUIET_SECONDS
@@ -79,16 +71,20 @@ def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[S
         except OSError as error:
             problem = error.strerror or str(error)
         except WrongKey as error:
-            if settings.file is None:
-                raise
-            problem = str(error)  # the file may be that of an earlier job
+            problem = f"it and node {settings.node} do not have the same key"
+            if settings.file is None:  # a file may be that of an earlier job
+                raise HvdkitError(f"node 0 at {settings.rendezvous}: {problem}") from error
+        except Refused as error:
+            raise HvdkitError(
+                f"node 0 at {settings.rendezvous} refuses node {settings.node}: {shown(str(error))}"
+            ) from error
         else:
             with connection:
                 yield connection
             return
         if time.monotonic() > say_at:
             say_at = float("inf")
-            say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
+            readers.say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
         time.sleep(_RETRY_SECONDS)
     raise HvdkitError(
         f"could not connect to node 0 at {settings.rendezvous} within {settings.timeout:g} s "
@@ -158,7 +154,6 @@ def connect_to_any(
     """Connect to the first of these addresses where node 0 answers. Another program may, too.
 
     Args:
-        addresses: the addresses of node 0.
         authenticate: returns the connection in another form. Raises OSError or `WrongKey` if the
             other end is not node 0.
         timeout: seconds for each connection.

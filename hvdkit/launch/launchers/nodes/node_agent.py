@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdkit.launch.agent.agent import Agent
-from hvdkit.launch.agent.echo import Echo, MakeOutput
+from hvdkit.launch.agent.echo import Echo
 from hvdkit.launch.agent.host_facts import facts
 from hvdkit.launch.agent.keeper import may_get_orphans_of_others
 from hvdkit.launch.control import readers
@@ -28,8 +28,7 @@ class NodeAgent(Agent):
         received: as for `Agent`.
         sent: as for `Agent`.
         overrides: fields that replace those of the launcher's `task` message.
-        make_output: as for `Echo`, which also shows the ranks' output on this host; None to show
-            nothing.
+        echo: also shows the ranks' output on this host; None to show nothing.
 
     Attributes:
         outcome: the launcher's `outcome` message; None if there was none.
@@ -42,12 +41,12 @@ class NodeAgent(Agent):
         received: io.RawIOBase,
         sent: io.RawIOBase,
         overrides: Message,
-        make_output: MakeOutput | None = None,
+        echo: Echo | None = None,
     ) -> None:
         super().__init__(received, sent)
         self.outcome: Message | None = None
         self._overrides = overrides
-        self._echo = None if make_output is None else Echo(make_output)
+        self._echo = echo
         # Counts each Ctrl-C.
         self._interrupts = itertools.count(1)
 

@@ -58,7 +58,6 @@ def node_rank(given: int | None, nodes: int, env: Mapping[str, str]) -> int:
     Args:
         given: the user's `--node-rank`; None to use a cluster's variable.
         nodes: the number of nodes.
-        env: this process's environment.
 
     Raises:
         UsageError: neither is given, or the number is out of range.
@@ -87,7 +86,6 @@ def read_key(file: Path | None, env: Mapping[str, str], optional: bool) -> bytes
 
     Args:
         file: the user's `--key-file`; None to use HVDKIT_JOB_KEY.
-        env: this process's environment.
         optional: whether to return an empty key if the user gave none: node 0 then makes a key.
 
     Raises:

@@ -22,6 +22,7 @@ from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.elastic import members
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.hosts.ssh import Ssh
+from tests.unit.launch.commands import SAID
 
 NAMES = ("host0", "host1", "host2")
 #: Seconds for an answer. A slow host takes longer, but not longer than `--host-timeout`.
@@ -142,7 +143,8 @@ class Drawn:
         self.excluded = set()
         self.listed = list(NAMES)
         self.looks = 0
-        self.steps = []
+        # With the messages for the user.
+        self.steps = SAID
         # The names of the hosts of the last start.
         self.current = set()
         self.members = members.Members(
@@ -152,7 +154,6 @@ class Drawn:
             1,
             self.max_size,
             lambda name: name in self.excluded,
-            self.steps.append,
         )
         self.pool = self.members._agents = Pool(self.world)
         # The hosts with the newest commit that the job may not lose.
@@ -265,17 +266,17 @@ def test_no_path_by_which_a_host_leaves_loses_the_newest_commit(seed):
     Drawn(random.Random(seed)).run()
 
 
-def watch(world, names, max_size, say):
+def watch(world, names, max_size):
     """Return the members of a job on hosts with one slot."""
     hosts, reach = [Host(name, 1) for name in names], Settings(Ssh(silence=SILENCE), "python")
-    job = members.Members(lambda _: hosts, {}, reach, 1, max_size, lambda _: False, say)
+    job = members.Members(lambda _: hosts, {}, reach, 1, max_size, lambda _: False)
     job._agents = Pool(world)
     return job
 
 
 def test_a_host_that_returns_with_the_newest_commit_gets_the_only_rank():
-    world, texts = World(), []
-    with watch(world, NAMES[:2], 1, texts.append) as job:
+    world = World()
+    with watch(world, NAMES[:2], 1) as job:
         job.begin(make_plan(["true"], "/", job.wait_for(2, 10), 1))
         world.lost = {"host0"}
         job._agents.connections[0].lose()
@@ -290,9 +291,9 @@ def test_a_host_that_returns_with_the_newest_commit_gets_the_only_rank():
 
 
 @pytest.mark.parametrize("trouble", ["unfit", "slow"])
-def test_a_host_that_cannot_take_part_for_a_moment_keeps_the_only_commit(trouble):
-    world, texts = World(), []
-    with watch(world, NAMES[:1], None, texts.append) as job:
+def test_a_host_that_cannot_take_part_for_a_moment_keeps_the_only_commit(trouble, said):
+    world = World()
+    with watch(world, NAMES[:1], None) as job:
         job.begin(make_plan(["true"], "/", job.wait_for(1, 10), 1))
         world.commits = {"host0"}
         getattr(world, trouble).add("host0")
@@ -301,4 +302,4 @@ def test_a_host_that_cannot_take_part_for_a_moment_keeps_the_only_commit(trouble
         world.unfit.clear()
         assert [each.name for each in job.wait_for(1, 10)] == ["host0"]
         assert world.commits == {"host0"}
-        assert len(texts) == (trouble == "unfit") + any("waiting for" in text for text in texts)
+        assert len(said) == (trouble == "unfit") + any("waiting for" in text for text in said)

@@ -8,12 +8,13 @@ import pytest
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.control.plan import make_plan
 from hvdkit.launch.control.start_error import BrokenConnection, StartError
+from hvdkit.launch.elastic.choice import assignment_of
 from hvdkit.launch.elastic.job import ElasticJob, ElasticLimits, Exclusions
-from hvdkit.launch.elastic.members import assignment_of
 from hvdkit.launch.ending.failure import Failure
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.runtime.elastic_start import ElasticStart
+from tests.unit.launch.commands import SAID
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
 DONE, FAILED = Outcome(0), Outcome(1, restartable=True)
@@ -64,7 +65,8 @@ class FakeMembers:
 
 def supervise(outcomes, hosts=(ONE,), **limits):
     """Run a job. Return the outcome, the hosts and variables of the starts, texts and pauses."""
-    left, plans, starts, texts, pauses = list(outcomes), [], [], [], []
+    left, plans, starts, pauses = list(outcomes), [], [], []
+    SAID.clear()
 
     def start(plan, variables):
         plans.append(assignment_of(plan))
@@ -79,7 +81,6 @@ def supervise(outcomes, hosts=(ONE,), **limits):
         start=start,
         make_plan=lambda given, size: make_plan(["true"], "/", given, size),
         restarts=limits.restarts,
-        say=texts.append,
         pause=pauses.append,
         members=FakeMembers(hosts, exclusions),
         exclusions=exclusions,
@@ -87,7 +88,7 @@ def supervise(outcomes, hosts=(ONE,), **limits):
     )
     outcome = job.run()
     assert not left
-    return outcome, plans, starts, texts, pauses
+    return outcome, plans, starts, [*SAID], pauses
 
 
 def test_changes_of_the_hosts_are_no_failures():
@@ -146,12 +147,6 @@ def test_a_stop_signal_that_prevents_a_restart(interrupted, number, status):
     assert (outcome.status, outcome.restartable) == (status, False)
     assert texts[-1].startswith(f"no restart after {number.name}. The job ends with status")
     assert pauses == []
-
-
-def test_a_start_that_fails_is_tried_again_but_not_the_first():
-    assert supervise([FAILED, NO_ROUTE, DONE])[0].status == 0
-    with pytest.raises(HvdkitError, match="no route"):
-        supervise([NO_ROUTE])
 
 
 @pytest.mark.parametrize(

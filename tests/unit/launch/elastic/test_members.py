@@ -19,7 +19,7 @@ from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.hosts.ssh import Ssh
 from tests.elastic.jobs import abandoned_folders
-from tests.unit.launch.commands import wait_until
+from tests.unit.launch.commands import SAID, wait_until
 from tests.unit.launch.elastic.test_holders import Pool, World
 
 A, B = Host("localhost", 2), Host("127.0.0.1", 1)
@@ -42,7 +42,7 @@ class Watched:
         # Whether the list can be read.
         self.answers, self.reading = threading.Event(), threading.Event()
         self.answers.set()
-        self.texts = []
+        self.texts = SAID
         settings = Settings(Ssh(silence=silence), "python", timeouts=Timeouts(30.0, lost=silence))
         self.members = Members(
             self.discover,
@@ -51,7 +51,6 @@ class Watched:
             min_size,
             max_size,
             lambda name: name in self.excluded,
-            self.texts.append,
         )
         if not real:
             self.members._agents = Pool(World())

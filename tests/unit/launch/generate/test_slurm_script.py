@@ -110,7 +110,7 @@ def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(generate, tmp_path)
     ("arguments", "expected"),
     [
         (["--nodes", "2"], "there is no command for the ranks"),
-        (["--nodes", "0", "python"], "--nodes is 0; expected at least 1"),
+        (["--nodes", "0", "python"], "--nodes is 0: expected at least 1"),
         (["--time", "a day", "python"], "--time is a day: expected"),
         (["--time", "3", "python"], "--time is 3, and --grace is 120 seconds"),
         (["--time", "0:10:59", "--grace", "600", "python"], "Expected a time of more than 660 sec"),

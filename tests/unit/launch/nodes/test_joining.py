@@ -65,10 +65,9 @@ def rendezvous(request, tmp_path):
         yield file, listener
 
 
-def test_another_program_at_the_port_of_node_0(rendezvous):
+def test_another_program_at_the_port_of_node_0(rendezvous, said):
     file, listener = rendezvous
-    said = []
-    with _connected(settings(file, 1), said.append) as connection:
+    with _connected(settings(file, 1)) as connection:
         node, accepted = listener.accept()
         with accepted:
             assert (node.number, connection.socket.getpeername()[0], said) == (1, SECOND, [])

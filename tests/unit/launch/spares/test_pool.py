@@ -159,17 +159,6 @@ def test_spares_that_are_not_started(new_pool, pool, tmp_path, monkeypatch):
     assert children() == []
 
 
-def test_a_system_that_permits_no_thread(pool, tmp_path, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    pool_module._can_undo_nice.cache_clear()
-    monkeypatch.setattr(pool_module.threading.Thread, "start", start)
-    prepare(pool, tmp_path)
-    assert sorted(pool.claim(slots())) == [0, 1]
-    pool_module._can_undo_nice.cache_clear()
-
-
 def test_a_rank_with_another_environment_gets_none(pool, tmp_path):
     prepare(pool, tmp_path)
     started = pool.claim(slots(OMP_NUM_THREADS="7"))

@@ -30,7 +30,7 @@ print(json.dumps({
     "environ": {n: v for n, v in os.environ.items() if n.startswith(names)},
     "cwd": os.getcwd(), "threads": threading.active_count(),
     "tasks": len(os.listdir("/proc/self/task")),
-    "nice": os.getpriority(os.PRIO_PROCESS, 0), "oom": open("/proc/self/oom_score_adj").read(),
+    "oom": open("/proc/self/oom_score_adj").read(),
     "files": {fd: os.path.exists(f"/proc/self/fd/{fd}") for fd in range(3, 20)},
     "signals": [repr(signal.getsignal(n)) for n in range(1, 32)],
     "blocked": repr(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
@@ -71,7 +71,7 @@ def spare_of(group, command, folder, env, modules=NUMPY, variables=None):
     python = recognise(command, str(folder), env)
     assert python is not None
     spare = Spare(group, command, python, str(folder), env, [])
-    spare.load(modules, env | (variables or {}), nice=10)
+    spare.load(modules, env | (variables or {}))
     deadline = time.monotonic() + SECONDS
     while not spare.ready and spare.process.poll() is None and time.monotonic() < deadline:
         select.select([spare.socket], [], [], 0.1)
