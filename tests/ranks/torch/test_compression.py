@@ -77,9 +77,8 @@ ADVERSARIES = {
 
 def scale_of(optimizer):
     """Return the scale of the only bucket in the next step; None if it is sent in float32."""
-    optimizer.reducer.rounds.complete_deferred()
-    codecs = optimizer.reducer.gradients.parts[0].synchronizer._buckets.codecs
-    known, exponent, *_ = codecs[0].state if codecs else (0, 0)
+    state = optimizer.reducer.gradients.parts[0].synchronizer.state
+    known, exponent, *_ = state.codecs[0] if state else (0, 0)
     return 2.0**exponent if known else None
 
 
