@@ -10,12 +10,14 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/version.h>
@@ -131,6 +133,39 @@ std::string name_of(const HostGroup::Call& call) {
   return text;
 }
 
+// Horovod's numbers of an operation and of a dtype, for the flight recorder.
+int recorded_operation(OpType operation) {
+  switch (operation) {
+    case OpType::ALLGATHER:
+    case OpType::_ALLGATHER_BASE:
+    case OpType::ALLGATHER_COALESCED:
+    case OpType::GATHER:
+      return 1;
+    case OpType::BROADCAST:
+    case OpType::SCATTER:
+      return 2;
+    case OpType::ALLTOALL:
+    case OpType::ALLTOALL_BASE:
+      return 5;
+    case OpType::BARRIER:
+      return 6;
+    case OpType::REDUCE_SCATTER:
+    case OpType::_REDUCE_SCATTER_BASE:
+    case OpType::REDUCE_SCATTER_TENSOR_COALESCED:
+      return 7;
+    default:
+      return 0;
+  }
+}
+
+int recorded_type(at::ScalarType type) {
+  static const std::map<at::ScalarType, int> types = {
+      {at::kByte, 0}, {at::kChar, 1},  {at::kShort, 3},  {at::kInt, 4},  {at::kLong, 5},
+      {at::kHalf, 6}, {at::kFloat, 7}, {at::kDouble, 8}, {at::kBool, 9}, {at::kBFloat16, 10}};
+  auto found = types.find(type);
+  return found == types.end() ? 0 : found->second;
+}
+
 // A tensor's memory as one piece, for reading and for writing. `finish` writes to a tensor that is not contiguous.
 class Flat {
  public:
@@ -186,10 +221,11 @@ class Queue;
 
 class Task : public Work {
  public:
-  Task(int rank, OpType operation, uint64_t number, std::shared_ptr<Queue> queue, Tensors outputs,
+  // `record` is the number of the call in the flight recorder.
+  Task(int rank, OpType operation, uint64_t number, uint64_t record, std::shared_ptr<Queue> queue, Tensors outputs,
        std::function<void()> run)
-      : Work(rank, operation), number_(number), queue_(std::move(queue)), outputs_(std::move(outputs)),
-        run_(std::move(run)),
+      : Work(rank, operation), number_(number), record_(record), queue_(std::move(queue)),
+        outputs_(std::move(outputs)), run_(std::move(run)),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
 
   bool wait(Milliseconds timeout) override;
@@ -209,6 +245,7 @@ class Task : public Work {
 
   void end(std::exception_ptr error) {
     run_ = nullptr;
+    Recorder::instance().end(record_, text_of(error));
     if (error) {
       future_->setError(error);
     } else {
@@ -218,7 +255,18 @@ class Task : public Work {
   }
 
  private:
-  const uint64_t number_;
+  static std::string text_of(const std::exception_ptr& error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (const std::exception& exception) {
+      return exception.what();
+    }
+    return "";
+  }
+
+  const uint64_t number_, record_;
   const std::shared_ptr<Queue> queue_;
   const Tensors outputs_;
   std::function<void()> run_;
@@ -309,8 +357,9 @@ class HvdBackend : public c10d::Backend {
   HvdBackend(intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, std::vector<int> ranks,
              int set, intrusive_ptr<c10d::Backend> inner)
       : Backend(rank, size), timeout_(timeout), set_(set), inner_(std::move(inner)),
-        group_(new HostGroup(std::move(ranks), rank, timeout, false, std::make_unique<NoNetwork>())),
+        group_(new HostGroup(ranks, rank, timeout, false, std::make_unique<NoNetwork>())),
         queue_(std::make_shared<Queue>()) {
+    Recorder::instance().set_group(set_, ranks);
     uint64_t exchanges = 0;
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
     const bool flat = collectives && std::string(collectives) == "flat";
@@ -340,11 +389,6 @@ class HvdBackend : public c10d::Backend {
       group_.release();
       inner_.release();
       return;
-    }
-    // The thread may need Python's lock to free a tensor.
-    std::unique_ptr<pybind11::gil_scoped_release> released;
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      released = std::make_unique<pybind11::gil_scoped_release>();
     }
     end();
   }
@@ -799,7 +843,11 @@ class HvdBackend : public c10d::Backend {
                              const Options& options, std::function<void()> run) {
     check_process();
     const uint64_t number = ++number_;
-    auto task = c10::make_intrusive<Task>(rank_, operation, number, queue_, outputs, [this, call, run] {
+    const auto type = (at::ScalarType)(call[0] >> 8 & 0xff);
+    const uint64_t record = Recorder::instance().begin(
+        "torch.distributed." + c10d::opTypeToString(operation), recorded_operation(operation), set_,
+        recorded_type(type), call[1] * c10::elementSize(type));
+    auto task = c10::make_intrusive<Task>(rank_, operation, number, record, queue_, outputs, [this, call, run] {
       group_->expect(call, name_of);
       run();
     });
@@ -829,8 +877,13 @@ class HvdBackend : public c10d::Backend {
 
   // Ends the group. The calls that run or wait fail, also on the other ranks.
   void end() {
-    if (process_ != getpid() || !group_) {
+    if (process_ != getpid()) {
       return;
+    }
+    // The thread may need Python's lock to free a tensor.
+    std::unique_ptr<pybind11::gil_scoped_release> released;
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      released = std::make_unique<pybind11::gil_scoped_release>();
     }
     if (queue_->close()) {
       group_->progress().abandon(HostProgress::kAborted);
@@ -842,6 +895,7 @@ class HvdBackend : public c10d::Backend {
       thread_.join();
     }
     group_->peers().disconnect();
+    Recorder::instance().remove_group(set_);
   }
 
   void abort_inner() {
