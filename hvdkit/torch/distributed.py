@@ -41,8 +41,8 @@ def _create(options: _Rendezvous, _backend_options: object) -> Any:
     create = getattr(runtime.mpi_ops.mpi_lib, "hvdkit_c10d_backend", None)
     if create is None:
         raise HvdkitError(
-            "the backend hvd of torch.distributed needs hvdkit's engine, and the installed Horovod is "
-            f"{runtime.engine.version}. Run `hvdkit build`."
+            "the backend hvd of torch.distributed needs hvdkit's engine, and the installed Horovod "
+            f"is {runtime.engine.version}. Run `hvdkit build`."
         )
     rank, size = options.group_rank, options.group_size
     ranks = list(options.global_ranks_in_group) or list(range(size))

@@ -143,18 +143,32 @@ class HostGroup {
   std::vector<Board::Post> exchange(size_t at) {
     progress_.advance();
     std::vector<Board::Post> posts(peers_.size());
-    for (size_t i = 0; i < peers_.size(); ++i) {
-      progress_.await(i, [&] {
+    try {
+      for (size_t i = 0; i < peers_.size(); ++i) {
+        progress_.await(i);
         posts[i] = peers_.board(i).posts[at];
-        const Call call{posts[i].call[0], posts[i].call[1]};
-        if (call != call_ && name_) {
-          progress_.fail(i, "has called " + name_(call) + ", and this rank " + name_(call_) +
-                         ". All ranks of a group must call the same collectives in the same order.",
-                         HostProgress::kDiffers);
+        compare(i, at);
+      }
+    } catch (const std::runtime_error&) {
+      // Another rank may have found it first, and have failed.
+      for (size_t i = 0; i < peers_.size(); ++i) {
+        if (progress_.reached(i)) {
+          compare(i, at);
         }
-      });
+      }
+      throw;
     }
     return posts;
+  }
+
+  void compare(size_t member, size_t at) {
+    const auto& post = peers_.board(member).posts[at];
+    const Call call{post.call[0], post.call[1]};
+    if (call != call_ && name_) {
+      progress_.fail(member, "has called " + name_(call) + ", and this rank " + name_(call_) +
+                     ". All ranks of a group must call the same collectives in the same order.",
+                     HostProgress::kDiffers);
+    }
   }
 
   Board& own_board() const { return peers_.board((size_t)peers_.local_rank()); }

@@ -48,19 +48,15 @@ class HostProgress {
     check_members();
   }
 
-  // Waits until another rank has done as many steps as this one. Calls `reached` then, before it throws if the
-  // rank has failed since.
-  template <typename Reached>
-  void await(size_t member, Reached reached) {
-    wait_for(member);
-    reached();
-    check_member(member);
-  }
-
+  // Waits until another rank has done as many steps as this one.
   void await(size_t member) {
     wait_for(member);
     // A failed rank may advance after it has set `failed`; those steps do not count.
     check_member(member);
+  }
+
+  bool reached(size_t member) const {
+    return (int32_t)(peers_.board(member).progress.load() - step_) >= 0;
   }
 
   // To be called between chunks. Throws if a rank of the host has failed, so that no rank waits for a
@@ -243,10 +239,6 @@ class HostProgress {
         fail(member, kSilent);
       }
     }
-  }
-
-  bool reached(size_t member) const {
-    return (int32_t)(peers_.board(member).progress.load() - step_) >= 0;
   }
 
   const HostPeers& peers_;

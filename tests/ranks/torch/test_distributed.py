@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import os
 import socket
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import hvdkit.torch.distributed  # noqa: F401
 from hvdkit.ranks import RanksFailed
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 
@@ -28,6 +28,8 @@ SIZES = [1, 300, 4099, 300_001]
 @contextlib.contextmanager
 def world(hvd, seconds=60):
     """Initialize torch.distributed over hvd for the duration of a block."""
+    import hvdkit.torch.distributed  # noqa: F401
+
     folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     store = dist.FileStore(os.path.join(folder, "store"), hvd.size())
     dist.init_process_group(
@@ -150,11 +152,10 @@ def test_messages_and_objects_go_to_gloo(hvd):
 def test_different_calls_are_an_error_that_names_both(hvd):
     with world(hvd):
         group = dist.new_group()
+        tensor = torch.ones(3000)
+        call = functools.partial(dist.broadcast, src=0) if hvd.rank() else dist.all_reduce
         with pytest.raises(RuntimeError, match="has called"):
-            if hvd.rank() == 0:
-                dist.all_reduce(torch.ones(3000), group=group)
-            else:
-                dist.broadcast(torch.ones(3000), 0, group=group)
+            call(tensor, group=group)
         sizes = dist.new_group()
         with pytest.raises(RuntimeError, match="has called"):
             dist.all_reduce(torch.ones(7 + hvd.rank() % 2), group=sizes)
