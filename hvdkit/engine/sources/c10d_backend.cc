@@ -109,9 +109,10 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 // The call in HostGroup::expect: operation, dtype, reduction, root; and the number of elements.
-HostGroup::Call call_of(OpType operation, const at::Tensor& tensor, int64_t elements, int reduction = 0, int root = 0) {
-  return {(uint64_t)operation | (uint64_t)tensor.scalar_type() << 8 | (uint64_t)reduction << 16 | (uint64_t)root << 32,
-          (uint64_t)elements};
+HostGroup::Call call_of(OpType operation, const at::Tensor& tensor, int64_t elements, int reduction = 0,
+                        int root = 0) {
+  const auto type = (uint64_t)tensor.scalar_type();
+  return {(uint64_t)operation | type << 8 | (uint64_t)reduction << 16 | (uint64_t)root << 32, (uint64_t)elements};
 }
 
 std::string name_of(const HostGroup::Call& call) {
@@ -369,7 +370,8 @@ class HvdBackend : public c10d::Backend {
           const auto key = "hvdkit/" + std::to_string(exchanges++) + "/";
           const auto* bytes = reinterpret_cast<const uint8_t*>(words.data());
           for (auto& theirs : exchange(*store, key, {bytes, bytes + words.size() * sizeof(long long)})) {
-            TORCH_CHECK(theirs.size() == words.size() * sizeof(long long), "Ranks have different versions of hvdkit.");
+            TORCH_CHECK(theirs.size() == words.size() * sizeof(long long),
+                        "Ranks have different versions of hvdkit.");
             for (size_t i = 0; i < words.size(); ++i) {
               words[i] |= reinterpret_cast<const long long*>(theirs.data())[i];
             }
@@ -397,9 +399,7 @@ class HvdBackend : public c10d::Backend {
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 6
   intrusive_ptr<Options> getBackendOptions() override {
-    auto options = c10::make_intrusive<Options>("hvd", timeout_);
-    options->global_ranks_in_group.clear();
-    return options;
+    return c10::make_intrusive<Options>("hvd", timeout_);
   }
 
   void abort() override { end(); }

@@ -54,13 +54,13 @@ inline uint64_t draw() {
 
 // Creates an anonymous file for shared memory (memfd), which has no name that could be left behind and does not
 // count against the size of /dev/shm. Returns -1 with a reason if there is no shared memory.
-inline int new_memory_file(std::string& problem) {
+inline int new_memory_file(const char* name, std::string& problem) {
   rlimit limit;
   if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     problem = "the address space is limited (ulimit -v)";
     return -1;
   }
-  int file = (int)syscall(SYS_memfd_create, "hvdkit", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  int file = (int)syscall(SYS_memfd_create, name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (file < 0) {
     problem = std::string("memfd_create: ") + std::strerror(errno);
   }
@@ -211,7 +211,7 @@ class Boards {
 
  private:
   bool open(std::string& problem) {
-    int file = new_memory_file(problem);
+    int file = new_memory_file("hvdkit-groups", problem);
     if (file < 0) {
       return false;
     }

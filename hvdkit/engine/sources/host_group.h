@@ -69,7 +69,6 @@ class HostGroup {
 
   // Publishes the addresses of a tensor to the other ranks of this host. Returns those of all ranks.
   std::vector<Board::Post> post(const void* input, void* output, uint64_t offset) {
-    progress_.check();
     const size_t at = operation_++ & 1;
     own_board().posts[at] = {offset, (uint64_t)input, (uint64_t)output, {call_[0], call_[1]}};
     return exchange(at);
@@ -78,7 +77,6 @@ class HostGroup {
   // Copies at most kMaxBoardBytes to this rank's board. Returns the addresses of the copies of all ranks
   // of this host. They are valid until the collective after the next one.
   std::vector<const void*> post_small(const void* input, size_t bytes) {
-    progress_.check();
     const size_t at = operation_++ & 1;
     own_board().posts[at] = {Board::kElsewhere, 0, 0, {call_[0], call_[1]}};
     std::memcpy(own_board().small[at], input, bytes);
@@ -144,6 +142,7 @@ class HostGroup {
     progress_.advance();
     std::vector<Board::Post> posts(peers_.size());
     try {
+      progress_.check();
       for (size_t i = 0; i < peers_.size(); ++i) {
         progress_.await(i);
         posts[i] = peers_.board(i).posts[at];

@@ -33,7 +33,7 @@ class Arena {
     shared_ = false;
     size_t capacity = capacity_ ? capacity_ : capacity_for(ranks);
     std::string problem;
-    int file = new_memory_file(problem);
+    int file = new_memory_file("hvdkit", problem);
     if (file < 0) {
       return problem;
     }

@@ -5,8 +5,8 @@
 // and sends the sum to the owner. The owner adds the sums of all hosts in the order of the hosts.
 // Allgather: a rank sends its part to the rank with the same local rank on each other host; the other
 // ranks of that host read it from there. So over n hosts each host sends and receives (n - 1) / n of the
-// tensor. Alltoall: each rank reads the parts of the ranks of its host, and sends those of other hosts to their owners.
-// Broadcast, barrier.
+// tensor. Alltoall: each rank reads its parts from the ranks of its host, and sends parts to the ranks of other
+// hosts. Broadcast, barrier.
 //
 // The sums are those of host_allreduce.h, bit by bit.
 
