@@ -220,15 +220,13 @@ def test_ddp_and_fsdp_and_hvdkit_have_the_same_bits(hvd):
 def test_a_rank_of_a_group_that_dies_or_stops(fault):
     code = f"""
     import datetime, os, signal, time, torch, torch.distributed as dist
-    import hvdkit.torch as hvd, hvdkit.torch.distributed
-    hvd.init()
-    rank = hvd.rank()
+    import hvdkit.torch.distributed
+    rank = int(os.environ["HOROVOD_RANK"])
     store = dist.TCPStore("127.0.0.1", PORT, 3, rank == 0)
     dist.init_process_group("hvd", store=store, rank=rank, world_size=3,
                             timeout=datetime.timedelta(seconds=4))
     some, others = dist.new_group([0, 1]), dist.new_group([0, 2])
     if rank == 1:
-        time.sleep(0.5)
         os.kill(os.getpid(), signal.{fault})
     if rank == 0:
         begin = time.monotonic()
@@ -237,8 +235,9 @@ def test_a_rank_of_a_group_that_dies_or_stops(fault):
         except RuntimeError as error:
             print(error, flush=True)
         assert time.monotonic() - begin < 8
+        store.set("failed", "yes")
     else:
-        time.sleep(1)
+        store.wait(["failed"], datetime.timedelta(seconds=30))
     tensor = torch.ones(5000)
     dist.all_reduce(tensor, group=others)
     assert tensor.eq(2).all()
