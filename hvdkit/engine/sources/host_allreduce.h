@@ -42,10 +42,11 @@ class GroupAllreduce {
   // memory outside of the arenas can be read.
   // Throws std::exception if a rank has died or does not answer.
   bool run(const void* input, void* output, size_t count, Element element, double factor,
-           Wire wire) {
+           Wire wire, Reduction reduction = Reduction::kSum) {
     const size_t bytes = count * size_of(element);
     if (peers_.hosts() == 1 && bytes <= kMaxBoardBytes) {
-      small(input, output, count, element, factor);
+      // Each rank adds up the boards of all.
+      sum_to_all(element, group_.post_small(input, bytes), {output}, count, factor, reduction);
       return true;
     }
     // Sums are written into the inputs of the other ranks.
@@ -56,7 +57,7 @@ class GroupAllreduce {
     if (!shared && !peers_.readable()) {
       return false;
     }
-    group_.guarded([&] { reduce({posts, shared, element, size_of(element), factor, wire}, count); });
+    group_.guarded([&] { reduce({posts, shared, element, size_of(element), factor, wire, reduction}, count); });
     return true;
   }
 
@@ -69,6 +70,7 @@ class GroupAllreduce {
     size_t size;  // of an element
     double factor;
     Wire wire;
+    Reduction reduction;
 
     // Of `count` elements, sent to another host.
     size_t wire_bytes(size_t count) const {
@@ -97,11 +99,6 @@ class GroupAllreduce {
     size_t begin = std::min(count, lines * index / parts * line);
     size_t end = std::min(count, lines * (index + 1) / parts * line);
     return {begin, end - begin};
-  }
-
-  // A tensor of at most kMaxBoardBytes bytes: each rank adds up the boards of all.
-  void small(const void* input, void* output, size_t count, Element element, double factor) {
-    sum_to_all(element, group_.post_small(input, count * size_of(element)), {output}, count, factor);
   }
 
   void reduce(const Job& job, size_t count) {
@@ -167,7 +164,7 @@ class GroupAllreduce {
       }
     }
     if (inputs.size() > 1 || factor != 1.0 || inputs[0] != outputs[0]) {
-      sum_to_all(job.element, inputs, outputs, n, factor);
+      sum_to_all(job.element, inputs, outputs, n, factor, job.reduction);
     }
   }
 
@@ -272,7 +269,7 @@ class GroupAllreduce {
       for (size_t host = 0; host < peers_.hosts(); ++host) {
         inputs[host] = host == peers_.host() ? mine : flight.received + host * bytes;
       }
-      sum_to_all(job.element, inputs, {mine}, own.count, job.factor);
+      sum_to_all(job.element, inputs, {mine}, own.count, job.factor, job.reduction);
     }
     for_others(job, flight, [&](size_t host, Slice theirs) {
       const int rank = peers_.counterpart(host);

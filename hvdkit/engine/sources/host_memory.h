@@ -3,67 +3,20 @@
 #ifndef HVDKIT_HOST_MEMORY_H
 #define HVDKIT_HOST_MEMORY_H
 
-#include <fcntl.h>
-#include <pthread.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
-#include <vector>
 
-#include <linux/memfd.h>
+#include "hvdkit_host_boards.h"
 
 namespace hvdkit {
 
-// Calls a system function again while signals interrupt it.
-template <typename Call>
-auto restarted(Call call) -> decltype(call()) {
-  decltype(call()) result;
-  do {
-    result = call();
-  } while (result < 0 && errno == EINTR);
-  return result;
-}
-
-// Tensors up to this size, in bytes, are copied to the board, wherever they are.
-constexpr size_t kMaxBoardBytes = 1024;
-
-// Control data at the beginning of a rank's shared memory: the rank's progress, and the addresses of its
-// current tensor. The other ranks of the host read it.
-struct Board {
-  // The addresses of one tensor. `offset` is its offset in the rank's arena, or kElsewhere.
-  struct Post {
-    uint64_t offset, input, output;
-  };
-  static constexpr uint64_t kElsewhere = ~0ull;
-
-  uint64_t token[2];
-  alignas(64) std::atomic<uint32_t> progress;  // a futex
-  std::atomic<uint32_t> waiters;               // threads that sleep until `progress` changes
-  std::atomic<uint32_t> beats;                 // changes while the rank sums or sends
-  std::atomic<uint32_t> failed;                // 0, or why the rank has failed: see HostProgress
-  // Two of each: a rank may post its next tensor while another rank still reads the previous one.
-  alignas(64) Post posts[2];
-  alignas(64) char small[2][kMaxBoardBytes];
-};
-static_assert(ATOMIC_INT_LOCK_FREE == 2, "atomic<uint32_t> must be lock-free: processes share it");
-
 // The shared memory of this process, from which buckets are allocated.
 //
-// It is an anonymous file (memfd), which has no name that could be left behind and does not count
-// against the size of /dev/shm. The address space is reserved at once. Pages are reserved when they are
-// allocated: if the system had no page at the first access, the process would end with SIGBUS.
+// The address space is reserved at once. Pages are reserved when they are allocated: if the system had no page at
+// the first access, the process would end with SIGBUS.
 class Arena {
  public:
   // Never destroyed: tensors may outlive the static objects at the process's end.
@@ -78,16 +31,13 @@ class Arena {
   std::string renew(size_t ranks) {
     std::lock_guard<std::mutex> guard(mutex_);
     shared_ = false;
-    rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-      return "the address space is limited (ulimit -v)";
-    }
     size_t capacity = capacity_ ? capacity_ : capacity_for(ranks);
-    int file = (int)syscall(SYS_memfd_create, "hvdkit", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    std::string problem;
+    int file = new_memory_file("hvdkit", problem);
     if (file < 0) {
-      return std::string("memfd_create: ") + std::strerror(errno);
+      return problem;
     }
-    std::string problem = fill(file, capacity);
+    problem = fill(file, capacity);
     if (!problem.empty()) {
       close(file);
       return problem;
@@ -107,7 +57,7 @@ class Arena {
 
   int file() const { return file_; }
   size_t capacity() const { return capacity_; }
-  Board& board() const { return *reinterpret_cast<Board*>(base_); }
+  char* base() const { return base_; }
 
   // Sets whether the other ranks have mapped the memory. `allocate` returns memory only if they have.
   void share(bool shared) {
@@ -199,11 +149,11 @@ class Arena {
     free_[offset] = size;
   }
 
-  // The offset of memory that `allocate` returned, or kElsewhere.
+  // The offset of memory that `allocate` returned, or kElsewhere if other ranks have not mapped it.
   uint64_t offset_of(const void* memory, size_t bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto* at = static_cast<const char*>(memory);
-    if (!base_ || at < base_ || at >= base_ + capacity_) {
+    if (!base_ || private_ || at < base_ || at >= base_ + capacity_) {
       return Board::kElsewhere;
     }
     size_t offset = (size_t)(at - base_);
@@ -215,10 +165,6 @@ class Arena {
     bool inside = offset + bytes <= owner->first + owner->second;
     return inside ? offset : Board::kElsewhere;
   }
-
-  // Sets the descriptors that a forked child closes; null for none. The vector must stay at its address
-  // while the process may fork.
-  void close_in_child(const std::vector<int>* files) { files_of_group_.store(files); }
 
  private:
   static size_t page() {
@@ -271,10 +217,6 @@ class Arena {
     if (ftruncate(file, (off_t)capacity) != 0) {
       return failed("ftruncate");
     }
-    size_t head = pages(sizeof(Board));
-    if (!reserve(file, 0, head)) {
-      return failed("fallocate");
-    }
     for (auto& block : used_) {
       if (!reserve(file, block.first, block.second)) {
         return failed("fallocate");
@@ -304,13 +246,12 @@ class Arena {
     if (!base_) {
       base_ = static_cast<char*>(base);
       capacity_ = capacity;
-      free_[head] = capacity - head;
+      free_[0] = capacity;
     }
     return "";
   }
 
-  // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent. It
-  // must not keep the connections open either: the other ranks detect the parent's death by their end.
+  // A forked child, such as a worker of a DataLoader, must not change the gradients of its parent.
   // Only the blocks in use are mapped, because a system without overcommit counts private memory at
   // once. A child of the child inherits the child's mappings.
   void in_child() {
@@ -325,18 +266,10 @@ class Arena {
       }
     }
     mutex_.unlock();
-    if (auto* files = files_of_group_.exchange(nullptr)) {
-      for (int file : *files) {
-        if (file >= 0) {
-          close(file);
-        }
-      }
-    }
   }
 
   std::mutex mutex_;
   std::atomic<bool> child_{false};
-  std::atomic<const std::vector<int>*> files_of_group_{nullptr};
   bool shared_ = false, private_ = false;
   int file_ = -1;
   char* base_ = nullptr;

@@ -58,11 +58,15 @@ class HostCollectives {
   void connect() {
     auto& controller = *state_->global_controller;
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
-    auto group = new_group(state_->process_set_table.Get(0));
-    auto reason = group->connect(collectives && std::string(collectives) == "flat",
-                                 [&](std::vector<long long>& words) {
-                                   controller.CrossRankBitwiseOr(words, (int)words.size());
-                                 });
+    FlatReason flat = kRequested;
+    std::string detail;
+    if (!collectives || std::string(collectives) != "flat") {
+      detail = Arena::instance().renew((size_t)controller.GetSize());
+      flat = detail.empty() ? kNone : kNoMemory;
+    }
+    std::shared_ptr<HostGroup> group;
+    auto reason = connect(state_->process_set_table.Get(0), group, flat, detail);
+    Arena::instance().share(reason.empty());
     std::lock_guard<std::mutex> guard(mutex_);
     group_ = std::move(group);
     flat_reason_ = reason;
@@ -71,6 +75,7 @@ class HostCollectives {
 
   // Closes the connections. To be called before Horovod closes its own.
   void disconnect() {
+    Arena::instance().share(false);
     std::lock_guard<std::mutex> guard(mutex_);
     group_.reset();
     flat_reason_ = "Horovod is not initialized";
@@ -86,16 +91,20 @@ class HostCollectives {
     }
   }
 
-  // Makes the group of a process set, if it has none. Over MPI, a collective of its ranks. To be called
-  // before each of their negotiations. Only for Horovod's thread.
+  // Makes the group of a process set, if it has none. A collective of its ranks. To be called before each of
+  // their negotiations. Only for Horovod's thread.
   void prepare(hvd::ProcessSet& set) {
     const bool is_global = &set == &state_->process_set_table.Get(0);
-    if (set.hvdkit_group || !group_->peers().same_version() || (is_global && group_->peers().readable())) {
+    if (is_global || set.hvdkit_group || !group_->peers().same_version()) {
       return;
     }
-    auto group = new_group(set);
-    group->separate();
-    set.hvdkit_group = std::move(group);
+    if (group_->peers().shared()) {
+      connect(set, set.hvdkit_group);
+    } else {
+      // The reason is the same for some of the ranks.
+      set.hvdkit_group = new_group(set);
+      set.hvdkit_group->peers().separate();
+    }
   }
 
   // The groups that serve a process set. The last one serves every collective; the first one, which may be
@@ -106,11 +115,9 @@ class HostCollectives {
       return {};
     }
     std::vector<HostGroup*> result;
-    if (process_set == 0) {
-      result.push_back(group_.get());
-    }
-    if (auto& own = state_->process_set_table.Get(process_set).hvdkit_group) {
-      result.push_back(own.get());
+    auto* group = process_set == 0 ? group_.get() : state_->process_set_table.Get(process_set).hvdkit_group.get();
+    for (; group; group = group->fallback()) {
+      result.push_back(group);
     }
     return result;
   }
@@ -165,11 +172,26 @@ class HostCollectives {
     return controller == hvd::LibType::MPI ? std::chrono::hours(24 * 365) : std::chrono::seconds(30);
   }
 
+  // Makes the group of a process set. A collective of its ranks. Returns "", or why no ranks share memory.
+  std::string connect(hvd::ProcessSet& set, std::shared_ptr<HostGroup>& group, FlatReason flat = kNone,
+                      const std::string& detail = "") const {
+    group = new_group(set);
+    auto reason = group->peers().connect(
+        [&](std::vector<long long>& words) { set.controller->CrossRankBitwiseOr(words, (int)words.size()); }, flat,
+        detail);
+    if (!group->peers().readable()) {
+      auto separate = new_group(set);
+      separate->peers().separate();
+      group->set_fallback(std::move(separate));
+    }
+    return reason;
+  }
+
   // Over MPI, a collective.
   std::unique_ptr<HostGroup> new_group(hvd::ProcessSet& set) const {
     const auto timeout = timeout_for(state_->control_operation);
     return std::unique_ptr<HostGroup>(new HostGroup(set.registered_global_ranks, set.controller->GetRank(),
-                                                    timeout, network(set, timeout)));
+                                                    timeout, true, network(set, timeout)));
   }
 
   std::unique_ptr<Network> network(hvd::ProcessSet& set, std::chrono::milliseconds timeout) const {
@@ -185,7 +207,7 @@ class HostCollectives {
   }
 
   hvd::HorovodGlobalState* const state_;
-  std::unique_ptr<HostGroup> group_;  // of all ranks
+  std::shared_ptr<HostGroup> group_;  // of all ranks
   mutable std::mutex mutex_;
   std::string flat_reason_ = "Horovod is not initialized", sum_order_;
 };

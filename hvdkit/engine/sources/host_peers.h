@@ -26,7 +26,7 @@ namespace hvdkit {
 
 // What a rank sends to all ranks before the ranks of each host connect.
 struct RankInfo {
-  static constexpr uint64_t kVersion = 4;
+  static constexpr uint64_t kVersion = 5;
   uint64_t version = kVersion;
   uint64_t host = 0;     // a hash of the boot id and the network namespace
   uint64_t socket = 0;   // the name of the rank's socket
@@ -43,23 +43,24 @@ class HostPeers {
   // An allreduce of the words, in place: their bitwise or.
   using Exchange = std::function<void(std::vector<long long>&)>;
 
-  // `ranks` are the global ranks of the group, and `rank` is the index of this one.
-  HostPeers(std::vector<int> ranks, int rank, std::chrono::milliseconds timeout)
-      : ranks_(std::move(ranks)), rank_(rank), size_((int)ranks_.size()), timeout_(timeout) {}
+  // `ranks` are the global ranks of the group, and `rank` is the index of this one. `arena`: whether the other
+  // ranks of the host may also map this rank's arena, and write to it. Only for groups of one thread, because a
+  // failure of any of them makes the arena private.
+  HostPeers(std::vector<int> ranks, int rank, std::chrono::milliseconds timeout, bool arena)
+      : ranks_(std::move(ranks)), rank_(rank), size_((int)ranks_.size()), timeout_(timeout), arena_(arena) {}
 
   HostPeers(const HostPeers&) = delete;
   HostPeers& operator=(const HostPeers&) = delete;
   ~HostPeers() { disconnect(); }
 
   // Connects the ranks of each host. A collective. Returns "", or the reason why no ranks share memory,
-  // the same on all ranks; then each rank counts as a host of its own. `exchange` may throw.
-  std::string connect(bool flat, const Exchange& exchange) {
+  // the same on all ranks; then each rank counts as a host of its own. `flat` is why this rank cannot share
+  // memory, and `detail` says more about it. `exchange` may throw.
+  std::string connect(const Exchange& exchange, FlatReason flat = kNone, std::string detail = "") {
     RankInfo own;
-    std::string detail;
-    if (flat) {
-      own.flat_reason = kRequested;
-    } else if (size_ > 1) {
-      own = prepare(detail);
+    own.flat_reason = flat;
+    if (!flat && size_ > 1) {
+      prepare(own, detail);
     }
     auto all = gather(own, exchange);
     for (int rank = 0; rank < size_; ++rank) {
@@ -80,6 +81,9 @@ class HostPeers {
     if (max_local_size_ == 1) {
       return fall_back("each rank is on a host of its own");
     }
+    // Before the others get the board: they may leave the group before this rank does.
+    boards_[(size_t)local_rank_]->users = (uint32_t)members().size();
+    shared_ = true;
     // A second exchange, because a rank may have failed to connect.
     ConnectResult mine;
     try {
@@ -88,8 +92,8 @@ class HostPeers {
       detail = error.what();
       mine.flat_reason = kNotConnected;
     }
-    mine.cannot_read = !mine.flat_reason && !can_read(all);
-    if (mine.cannot_read && hosts_.size() > 1) {
+    mine.cannot_read = !mine.flat_reason && !can_read();
+    if (mine.cannot_read && (hosts_.size() > 1 || !arena_)) {
       // Otherwise the ranks of one host could read a tensor, and those of another host could not.
       mine.flat_reason = kCannotRead;
     }
@@ -101,8 +105,6 @@ class HostPeers {
       }
       readable_ = readable_ && !results[rank].cannot_read;
     }
-    Arena::instance().share(true);
-    shared_ = true;
     return "";
   }
 
@@ -119,19 +121,26 @@ class HostPeers {
   }
 
   void disconnect() {
-    shared_ = false;
-    if (uses_arena_) {
-      Arena::instance().share(false);
-      Arena::instance().close_in_child(nullptr);
+    if (process_ != getpid()) {
+      return;  // a forked child has none of it
     }
-    for (size_t i = 0; i < boards_.size(); ++i) {
-      if ((int)i != local_rank_ && boards_[i]) {
-        munmap(boards_[i], capacities_[i]);
-      }
-      boards_[i] = nullptr;
-      close_file(files_[i]);
+    for (int& file : files_) {
+      Boards::instance().close_connection(file);
     }
     close_file(listener_);
+    if (shared_) {
+      for (auto* board : boards_) {
+        if (board) {
+          board->users.fetch_sub(1);
+        }
+      }
+    } else if (slot_ >= 0) {
+      Boards::instance().board((size_t)slot_).users = 0;
+    }
+    shared_ = false;
+    slot_ = -1;
+    boards_.clear();
+    maps_.clear();
   }
 
   // For messages to people, who know global ranks.
@@ -139,6 +148,12 @@ class HostPeers {
 
   // Whether the ranks of a host share memory. If not, each rank counts as a host of its own.
   bool shared() const { return shared_; }
+
+  // The setting of the time in which a rank must answer.
+  const char* timeout_setting() const { return arena_ ? "HOROVOD_GLOO_TIMEOUT_SECONDS" : "the group's timeout"; }
+
+  // Whether the ranks of a host have mapped each other's arenas.
+  bool share_arenas() const { return shared_ && arena_; }
 
   // Whether ranks of a host can also read each other's memory outside of the arenas.
   bool readable() const { return readable_; }
@@ -187,8 +202,10 @@ class HostPeers {
     }
   }
 
-  // The control data at the beginning of a rank's shared memory.
   Board& board(size_t member) const { return *boards_[member]; }
+
+  // The memory of a rank's arena.
+  char* arena(size_t member) const { return arenas_[member]; }
 
   // Whether the host has a core for each of its ranks.
   bool enough_cores() const { return enough_cores_; }
@@ -221,8 +238,15 @@ class HostPeers {
   struct Handshake {
     uint64_t secret;
     int64_t member;
-    uint64_t capacity;
-    uint64_t board;  // the address in the sender's process
+    uint64_t boards;    // the address of the boards in the sender's process
+    uint64_t slot;      // the number of the sender's board
+    uint64_t capacity;  // bytes of its arena; 0 if it is not sent
+  };
+
+  // What a rank sends to another one of its host.
+  struct Letter {
+    Handshake handshake{};
+    int boards = -1, arena = -1;
   };
 
   static uint64_t hash(const std::string& text) {  // FNV-1a
@@ -249,11 +273,6 @@ class HostPeers {
     return length < 0 ? "" : std::string(text, (size_t)length);
   }
 
-  static uint64_t draw() {
-    std::random_device device;
-    return ((uint64_t)device() << 32 | device()) | 1;
-  }
-
   template <typename T>
   std::vector<T> gather(const T& own, const Exchange& exchange) const {
     constexpr size_t words = sizeof(T) / sizeof(long long);
@@ -265,20 +284,15 @@ class HostPeers {
     return parts;
   }
 
-  RankInfo prepare(std::string& detail) {
-    RankInfo own;
+  void prepare(RankInfo& own, std::string& detail) {
     own.host = hash(content_of("/proc/sys/kernel/random/boot_id") + link_of("/proc/self/ns/net"));
     own.socket = draw();
     own.secret = draw();
-    uses_arena_ = true;
-    detail = Arena::instance().renew(size_);
-    if (!detail.empty()) {
+    slot_ = Boards::instance().take(detail);
+    if (slot_ < 0) {
       own.flat_reason = kNoMemory;
-      return own;
+      return;
     }
-    auto& board = Arena::instance().board();
-    board.token[0] = own.socket;
-    board.token[1] = own.secret;
     // Yama allows a process to read only its children. Open MPI sets this, too.
     if (content_of("/proc/sys/kernel/yama/ptrace_scope").substr(0, 1) == "1") {
       prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
@@ -291,7 +305,6 @@ class HostPeers {
       detail = std::string("Unix socket: ") + std::strerror(errno);
       own.flat_reason = kNoSocket;
     }
-    return own;
   }
 
   // The address of an abstract socket: a name in the network namespace, without a file.
@@ -349,17 +362,18 @@ class HostPeers {
       min_local_size_ = std::min(min_local_size_, ranks.size());
       max_local_size_ = std::max(max_local_size_, ranks.size());
     }
-    place((int)member_of(rank_), Arena::instance().board());
+    place((int)member_of(rank_), Boards::instance().board((size_t)slot_));
   }
 
   void place(int local_rank, Board& board) {
     local_rank_ = local_rank;
     files_.assign(members().size(), -1);
     boards_.assign(members().size(), nullptr);
+    arenas_.assign(members().size(), nullptr);
     pids_.assign(members().size(), 0);
     addresses_.assign(members().size(), 0);
-    capacities_.assign(members().size(), 0);
     boards_[local_rank_] = &board;
+    arenas_[local_rank_] = Arena::instance().base();
     cpu_set_t cores;
     enough_cores_ = sched_getaffinity(0, sizeof cores, &cores) == 0 &&
                     (size_t)CPU_COUNT(&cores) >= members().size();
@@ -404,6 +418,7 @@ class HostPeers {
       if (files_[i] < 0) {
         throw std::runtime_error(std::string("socket: ") + std::strerror(errno));
       }
+      Boards::instance().add_connection(files_[i]);
       limit(files_[i], deadline);
       // An interrupted connect to a Unix socket has not begun, and can be repeated.
       if (restarted([&] { return ::connect(files_[i], (sockaddr*)&address, length); }) != 0) {
@@ -429,16 +444,14 @@ class HostPeers {
       }
     }
     for (int i = 0; i < local_rank_; ++i) {
-      int arena = -1;
-      Handshake handshake{};
-      if (!receive_handshake(files_[i], handshake, arena) || handshake.secret != all[rank_].secret) {
-        close_file(arena);
+      Letter letter;
+      if (!receive(files_[i], letter) || letter.handshake.secret != all[rank_].secret) {
+        close_letter(letter);
         throw std::runtime_error(name(members()[i]) + " has not answered");
       }
-      map((size_t)i, handshake, arena, all);
+      map((size_t)i, letter);
     }
     close_file(listener_);
-    Arena::instance().close_in_child(&files_);
   }
 
   // The connections to a listening socket that have not sent anything yet.
@@ -489,21 +502,22 @@ class HostPeers {
 
   // Reads the handshake of a connection. Returns whether it belongs to a rank of this job; if not, closes it.
   bool admit(int file, Clock::time_point deadline, const std::vector<RankInfo>& all) {
-    int arena = -1;
-    Handshake handshake{};
+    Letter letter;
+    const Handshake& handshake = letter.handshake;
     limit(file, deadline);
     const pid_t pid = owner_of(file);
-    if (!(pid >= 0 && receive_handshake(file, handshake, arena) && handshake.secret == all[rank_].secret &&
+    if (!(pid >= 0 && receive(file, letter) && handshake.secret == all[rank_].secret &&
           handshake.member > local_rank_ && handshake.member < (int64_t)members().size() &&
           files_[handshake.member] < 0)) {
       close_file(file);
-      close_file(arena);
+      close_letter(letter);
       return false;
     }
     const size_t i = (size_t)handshake.member;
     files_[i] = file;
+    Boards::instance().add_connection(file);
     pids_[i] = pid;
-    map(i, handshake, arena, all);
+    map(i, letter);
     send_handshake(file, all[members()[i]].secret);
     return true;
   }
@@ -526,28 +540,32 @@ class HostPeers {
   }
 
   void send_handshake(int file, uint64_t secret) {
-    Handshake handshake{secret, local_rank_, Arena::instance().capacity(), (uint64_t)boards_[local_rank_]};
+    auto& boards = Boards::instance();
+    auto& arena = Arena::instance();
+    Handshake handshake{secret, local_rank_, (uint64_t)boards.base(), (uint64_t)slot_, arena_ ? arena.capacity() : 0};
+    const int files[2] = {boards.file(), arena.file()};
+    const size_t bytes = sizeof(int) * (arena_ ? 2 : 1);
     iovec content{&handshake, sizeof handshake};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof files)] = {};
     msghdr message{};
     message.msg_iov = &content;
     message.msg_iovlen = 1;
     message.msg_control = control;
-    message.msg_controllen = sizeof control;
+    message.msg_controllen = CMSG_SPACE(bytes);
     cmsghdr* header = CMSG_FIRSTHDR(&message);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    int arena = Arena::instance().file();
-    std::memcpy(CMSG_DATA(header), &arena, sizeof arena);
+    header->cmsg_len = CMSG_LEN(bytes);
+    std::memcpy(CMSG_DATA(header), files, bytes);
     if (restarted([&] { return sendmsg(file, &message, MSG_NOSIGNAL); }) != (ssize_t)sizeof handshake) {
       throw std::runtime_error(std::string("sendmsg: ") + std::strerror(errno));
     }
   }
 
-  static bool receive_handshake(int file, Handshake& handshake, int& arena) {
-    iovec content{&handshake, sizeof handshake};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  static bool receive(int file, Letter& letter) {
+    int files[2] = {-1, -1};
+    iovec content{&letter.handshake, sizeof letter.handshake};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof files)] = {};
     msghdr message{};
     message.msg_iov = &content;
     message.msg_iovlen = 1;
@@ -556,68 +574,52 @@ class HostPeers {
     ssize_t got = restarted([&] { return recvmsg(file, &message, MSG_CMSG_CLOEXEC); });
     cmsghdr* header = got < 0 ? nullptr : CMSG_FIRSTHDR(&message);
     if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
-      std::memcpy(&arena, CMSG_DATA(header), sizeof arena);
+      std::memcpy(files, CMSG_DATA(header), std::min(sizeof files, header->cmsg_len - CMSG_LEN(0)));
     }
-    return got == (ssize_t)sizeof handshake && arena >= 0;
+    letter.boards = files[0];
+    letter.arena = files[1];
+    return got == (ssize_t)sizeof letter.handshake && files[0] >= 0 &&
+           (files[1] >= 0) == (letter.handshake.capacity > 0);
   }
 
-  void map(size_t member, const Handshake& handshake, int arena, const std::vector<RankInfo>& all) {
-    const int rank = members()[member];
-    struct stat facts;
-    int seals = fcntl(arena, F_GET_SEALS);
-    bool fits = fstat(arena, &facts) == 0 && (uint64_t)facts.st_size == handshake.capacity &&
-                handshake.capacity >= sizeof(Board) && seals >= 0 && (seals & F_SEAL_SHRINK);
-    void* base = MAP_FAILED;
-    if (fits) {
-      base = mmap(nullptr, handshake.capacity, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, arena, 0);
+  static void close_letter(Letter& letter) {
+    close_file(letter.boards);
+    close_file(letter.arena);
+  }
+
+  void map(size_t member, const Letter& letter) {
+    auto boards = Mapping::of(letter.boards, Boards::kBytes);
+    auto arena = letter.arena < 0 ? nullptr : Mapping::of(letter.arena, letter.handshake.capacity);
+    if (!boards || letter.handshake.slot >= Boards::kSlots || (!arena && letter.arena >= 0)) {
+      throw std::runtime_error("the memory of " + name(members()[member]) + " cannot be mapped");
     }
-    close(arena);
-    if (base == MAP_FAILED) {
-      throw std::runtime_error("the memory of " + name(rank) + " cannot be mapped");
-    }
-    madvise(base, handshake.capacity, MADV_DONTDUMP);
-    // A forked child does not use it.
-    madvise(base, handshake.capacity, MADV_DONTFORK);
-    boards_[member] = static_cast<Board*>(base);
-    addresses_[member] = handshake.board;
-    capacities_[member] = handshake.capacity;
-    if (boards_[member]->token[0] != all[rank].socket ||
-        boards_[member]->token[1] != all[rank].secret) {
-      throw std::runtime_error("the shared memory that " + name(rank) +
-                               " sent belongs to another process");
-    }
+    boards_[member] = &Boards::board_in(boards->base(), letter.handshake.slot);
+    arenas_[member] = arena ? arena->base() : nullptr;
+    addresses_[member] = letter.handshake.boards;
+    tokens_[member] = Boards::token_in(boards->base());
+    maps_.push_back(std::move(boards));
+    maps_.push_back(std::move(arena));
   }
 
   // Whether this rank may read the memory of all others. Containers and Yama may forbid it.
-  bool can_read(const std::vector<RankInfo>& all) const {
+  bool can_read() const {
     for (size_t i = 0; i < boards_.size(); ++i) {
-      if ((int)i == local_rank_) {
-        continue;
-      }
-      const int rank = members()[i];
-      uint64_t token[2] = {};
-      iovec local{token, sizeof token}, remote{(void*)addresses_[i], sizeof token};
-      if (pids_[i] <= 0 ||
-          process_vm_readv(pids_[i], &local, 1, &remote, 1, 0) != (ssize_t)sizeof token ||
-          token[0] != all[rank].socket || token[1] != all[rank].secret) {
+      uint64_t token = 0;
+      if ((int)i != local_rank_ &&
+          (pids_[i] <= 0 || read(i, &token, addresses_[i], sizeof token) != 0 || token != tokens_.at(i))) {
         return false;
       }
     }
     return true;
   }
 
-  static void close_file(int& file) {
-    if (file >= 0) {
-      close(file);
-      file = -1;
-    }
-  }
-
   const std::vector<int> ranks_;
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
+  const bool arena_;
+  const pid_t process_ = getpid();
   bool shared_ = false, readable_ = false, same_version_ = true, enough_cores_ = false;
-  bool uses_arena_ = false;  // one object of a process
+  int slot_ = -1;  // of the own board
   int listener_ = -1;
   std::vector<std::vector<int>> hosts_;  // the ranks of each host
   size_t host_ = 0;
@@ -627,9 +629,11 @@ class HostPeers {
   // Of the ranks of this host:
   std::vector<int> files_;               // connections; -1 for this rank
   std::vector<Board*> boards_;
+  std::vector<char*> arenas_;
   std::vector<pid_t> pids_;
   std::vector<uint64_t> addresses_;      // of the boards, in the other processes
-  std::vector<size_t> capacities_;       // bytes that are mapped
+  std::map<size_t, uint64_t> tokens_;    // of the boards
+  std::vector<std::shared_ptr<Mapping>> maps_;
 };
 
 }  // namespace hvdkit

@@ -25,6 +25,8 @@ class HostProgress {
   HostProgress(const HostPeers& peers, std::chrono::milliseconds timeout)
       : peers_(peers), timeout_(timeout) {}
 
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
   // Ends a step of this rank.
   void advance() {
     Board& own = peers_.board((size_t)peers_.local_rank());
@@ -53,6 +55,10 @@ class HostProgress {
     check_member(member);
   }
 
+  bool reached(size_t member) const {
+    return (int32_t)(peers_.board(member).progress.load() - step_) >= 0;
+  }
+
   // To be called between chunks. Throws if a rank of the host has failed, so that no rank waits for a
   // failed one, and tells the ranks that wait for this one that it has not stopped.
   void check() {
@@ -68,6 +74,8 @@ class HostProgress {
     kSilent,  // it has not answered in time
     kLost,    // a message from it is missing
     kAlone,   // messages from several ranks are missing
+    kDiffers,  // it has called another collective
+    kAborted,  // its user has ended the group
   };
 
   [[noreturn]] void fail(size_t member, Cause cause) {
@@ -76,14 +84,14 @@ class HostProgress {
     throw std::runtime_error(prefix() + description(rank, cause));
   }
 
-  [[noreturn]] void fail(size_t member, const std::string& what) {
+  [[noreturn]] void fail(size_t member, const std::string& what, Cause cause = kFailed) {
     const int rank = peers_.rank_of(member);
-    abandon(rank, kFailed);
+    abandon(rank, cause);
     throw std::runtime_error(prefix() + peers_.name(rank) + " " + what);
   }
 
-  // Marks this rank as failed, for the other ranks of the host.
-  void abandon() { abandon(peers_.rank_of((size_t)peers_.local_rank()), kFailed); }
+  // Marks this rank as failed, for the other ranks of the host. Any thread may call it.
+  void abandon(Cause cause = kFailed) { abandon(peers_.rank_of((size_t)peers_.local_rank()), cause); }
 
   // The same, because of another rank.
   void abandon(int rank, Cause cause) { abandon((uint32_t)(rank + 1) * kCauses + cause); }
@@ -113,7 +121,7 @@ class HostProgress {
   }
 
  private:
-  static constexpr uint32_t kCauses = 5;
+  static constexpr uint32_t kCauses = 7;
 
   std::string prefix() const {
     return peers_.shared() ? "collective in shared memory: " : "collective over the network: ";
@@ -126,7 +134,7 @@ class HostProgress {
     }
     futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
     // A stopped rank may continue later, and still write to this rank's memory.
-    if (peers_.shared()) {
+    if (peers_.share_arenas()) {
       Arena::instance().detach();
     }
   }
@@ -157,14 +165,18 @@ class HostProgress {
       case kEnded:
         return text + " has ended";
       case kSilent:
-        return text + " has not answered for " + std::to_string(timeout_.count() / 1000) +
-               " s (HOROVOD_GLOO_TIMEOUT_SECONDS)";
+        return text + " has not answered for " + std::to_string(timeout_.load().count() / 1000) +
+               " s (" + peers_.timeout_setting() + ")";
       case kLost:
         // Ranks that share no memory may be on the same host.
         return "no message from " + text +
                (peers_.shared() && peers_.member_of(rank) == peers_.size() ? ", which is on another host" : "");
       case kAlone:
         return text + " has not got the messages of several ranks";
+      case kDiffers:
+        return text + " has called another collective";
+      case kAborted:
+        return text + " has ended the group";
       default:
         return text + " has failed in an earlier or in this collective";
     }
@@ -173,7 +185,8 @@ class HostProgress {
   // Between hosts, a rank detects after `timeout_` that a rank of another host is silent. Wait a little
   // longer for it, so that the silent rank is reported and not the waiting one.
   Clock::duration patience() const {
-    return peers_.hosts() > 1 ? timeout_ + std::chrono::seconds(5) : Clock::duration(timeout_);
+    const auto timeout = timeout_.load();
+    return peers_.hosts() > 1 ? timeout + std::chrono::seconds(5) : Clock::duration(timeout);
   }
 
   static long futex(std::atomic<uint32_t>& word, int operation, uint32_t value,
@@ -228,12 +241,8 @@ class HostProgress {
     }
   }
 
-  bool reached(size_t member) const {
-    return (int32_t)(peers_.board(member).progress.load() - step_) >= 0;
-  }
-
   const HostPeers& peers_;
-  const std::chrono::milliseconds timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   uint32_t step_ = 0;
 };
 

@@ -5,7 +5,8 @@
 // and sends the sum to the owner. The owner adds the sums of all hosts in the order of the hosts.
 // Allgather: a rank sends its part to the rank with the same local rank on each other host; the other
 // ranks of that host read it from there. So over n hosts each host sends and receives (n - 1) / n of the
-// tensor. Alltoall: each rank sends its parts to their owners.
+// tensor. Alltoall: each rank reads its parts from the ranks of its host, and sends parts to the ranks of other
+// hosts. Broadcast, barrier.
 //
 // The sums are those of host_allreduce.h, bit by bit.
 
@@ -28,9 +29,9 @@ class Parts {
     std::partial_sum(counts_.begin(), counts_.end() - 1, begins_.begin() + 1);
   }
 
-  int ranks() const { return (int)counts_.size(); }
   size_t count(int rank) const { return counts_[(size_t)rank]; }
   size_t begin(int rank) const { return begins_[(size_t)rank]; }
+  const size_t* begins() const { return begins_.data(); }
   size_t total() const { return begins_.back() + counts_.back(); }
 
  private:
@@ -45,7 +46,8 @@ class GroupReducescatter {
   // Computes output = factor x (sum of this rank's part of the inputs of all ranks). The output does not
   // overlap the input. If the other ranks cannot read a rank's memory, does nothing and returns false on
   // all ranks. Throws std::exception if a rank has died or does not answer.
-  bool run(const void* input, void* output, const Parts& parts, Element element, double factor) {
+  bool run(const void* input, void* output, const Parts& parts, Element element, double factor,
+           Reduction reduction = Reduction::kSum) {
     const size_t size = size_of(element), bytes = parts.total() * size;
     const Slice own{parts.begin(group_.rank()), parts.count(group_.rank())};
     if (peers_.hosts() == 1 && bytes <= kMaxBoardBytes) {
@@ -53,7 +55,7 @@ class GroupReducescatter {
       for (auto& each : inputs) {
         each = (const char*)each + own.begin * size;
       }
-      sum_to_all(element, inputs, {output}, own.count, factor);
+      sum_to_all(element, inputs, {output}, own.count, factor, reduction);
       return true;
     }
     auto posts = group_.post(input, output, group_.offset_of(input, bytes));
@@ -62,7 +64,7 @@ class GroupReducescatter {
       return false;
     }
     group_.guarded([&] {
-      const Job job{posts, shared, element, size};
+      const Job job{posts, shared, element, size, reduction};
       if (peers_.hosts() > 1) {
         reduce_between_hosts(job, parts, own, output, factor);
       } else {
@@ -84,6 +86,7 @@ class GroupReducescatter {
     bool shared;  // all inputs are in arenas
     Element element;
     size_t size;  // of an element
+    Reduction reduction;
   };
 
   // Sums a slice of the inputs over the ranks of this host.
@@ -106,7 +109,7 @@ class GroupReducescatter {
         }
       }
       progress_.check();
-      sum_to_all(job.element, inputs, {(char*)output + done * job.size}, n, factor);
+      sum_to_all(job.element, inputs, {(char*)output + done * job.size}, n, factor, job.reduction);
     }
   }
 
@@ -151,7 +154,7 @@ class GroupReducescatter {
     for (size_t host = 0; host < peers_.hosts(); ++host) {
       inputs[host] = received.data() + host * bytes;
     }
-    sum_to_all(job.element, inputs, {output}, own.count, factor);
+    sum_to_all(job.element, inputs, {output}, own.count, factor, job.reduction);
     for (auto& parcel : parcels) {
       group_.wait(*parcel.channel);
     }
@@ -175,7 +178,8 @@ class GroupAllgather {
     return peers_.readable() && (peers_.hosts() == 1 || bytes >= HostGroup::kMinTwoLevelBytes);
   }
 
-  // Writes the inputs of all ranks one after the other to the output. `parts` are in bytes.
+  // Writes the inputs of all ranks one after the other to the output. `parts` are in bytes. The input may be
+  // this rank's part of the output.
   // Throws std::exception if a rank has died or does not answer.
   void run(const void* input, void* output, const Parts& parts) {
     auto posts = group_.post(input, output, Board::kElsewhere);
@@ -190,7 +194,9 @@ class GroupAllgather {
         }
         departures->send(peers_.partner(host, (size_t)peers_.local_rank()), kTag, 0, parts.count(rank));
       });
-      std::memcpy(at(rank), input, parts.count(rank));
+      if (at(rank) != input) {
+        std::memcpy(at(rank), input, parts.count(rank));
+      }
       for (size_t step = 1; step < peers_.size(); ++step) {
         const size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
         const int owner = peers_.rank_of(i);
@@ -234,25 +240,38 @@ class GroupAllgather {
 
 class GroupAlltoall {
  public:
-  explicit GroupAlltoall(HostGroup& group) : group_(group) {}
+  explicit GroupAlltoall(HostGroup& group) : group_(group), peers_(group.peers()) {}
 
   // Sends to each rank its part of the input, and writes the parts that arrive one after the other to the
-  // output. Parts are in bytes. Throws std::exception if a rank has died or does not answer.
+  // output, which does not overlap the input. Parts are in bytes. To be called if ranks can read each other's
+  // memory. Throws std::exception if a rank has died or does not answer.
   void run(const void* input, const Parts& sent, void* output, const Parts& received) {
-    group_.progress().check();
+    const int rank = group_.rank();
+    auto posts = group_.post(input, const_cast<size_t*>(sent.begins()), Board::kElsewhere);
     group_.guarded([&] {
-      const int rank = group_.rank(), ranks = sent.ranks();
       auto departures = group_.network().channel(const_cast<void*>(input), sent.total());
       auto arrivals = group_.network().channel(output, received.total());
-      for (int step = 1; step < ranks; ++step) {
-        const int from = (rank + ranks - step) % ranks, to = (rank + step) % ranks;
-        arrivals->receive(from, kTag, received.begin(from), received.count(from));
-        departures->send(to, kTag, sent.begin(to), sent.count(to));
-      }
+      peers_.for_other_hosts([&](size_t host) {
+        for (int other : peers_.ranks_by_host()[host]) {
+          arrivals->receive(other, kTag, received.begin(other), received.count(other));
+          departures->send(other, kTag, sent.begin(other), sent.count(other));
+        }
+      });
       std::memcpy((char*)output + received.begin(rank), (const char*)input + sent.begin(rank),
                   sent.count(rank));
+      for (size_t step = 1; step < peers_.size(); ++step) {
+        const size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
+        const int from = peers_.rank_of(i);
+        if (received.count(from)) {
+          size_t begin;
+          group_.read(i, &begin, posts[i].output + (size_t)rank * sizeof begin, sizeof begin);
+          group_.read(i, (char*)output + received.begin(from), posts[i].input + begin, received.count(from));
+        }
+      }
       group_.wait(*arrivals);
       group_.wait(*departures);
+      // Until then, the others read the input of this rank.
+      group_.progress().synchronize();
     });
   }
 
@@ -260,6 +279,77 @@ class GroupAlltoall {
   static constexpr uint32_t kTag = (1 << 13) + 2;
 
   HostGroup& group_;
+  HostPeers& peers_;
+};
+
+class GroupBroadcast {
+ public:
+  explicit GroupBroadcast(HostGroup& group) : group_(group), peers_(group.peers()) {}
+
+  // Copies the memory of rank `root` to all ranks: to one rank of each host over the network, and from there to
+  // the others. To be called if ranks can read each other's memory. Throws std::exception if a rank has died or
+  // does not answer.
+  void run(void* memory, size_t bytes, int root) {
+    const auto& hosts = peers_.ranks_by_host();
+    size_t root_host = 0;
+    while (std::find(hosts[root_host].begin(), hosts[root_host].end(), root) == hosts[root_host].end()) {
+      ++root_host;
+    }
+    const int source = root_host == peers_.host() ? root : hosts[peers_.host()][0];
+    auto posts = group_.post(memory, memory, Board::kElsewhere);
+    group_.guarded([&] {
+      auto channel = group_.network().channel(memory, bytes);
+      if (group_.rank() == root) {
+        peers_.for_other_hosts([&](size_t host) { channel->send(hosts[host][0], kTag, 0, bytes); });
+      } else if (group_.rank() == source) {
+        channel->receive(root, kTag, 0, bytes);
+      }
+      group_.wait(*channel);
+      // The source has the data only then.
+      if (peers_.host() != root_host) {
+        group_.progress().synchronize();
+      }
+      if (group_.rank() != source && bytes) {
+        const size_t from = peers_.member_of(source);
+        group_.read(from, memory, posts[from].input, bytes);
+      }
+      group_.progress().synchronize();
+    });
+  }
+
+ private:
+  static constexpr uint32_t kTag = (1 << 13) + 3;
+
+  HostGroup& group_;
+  HostPeers& peers_;
+};
+
+class GroupBarrier {
+ public:
+  explicit GroupBarrier(HostGroup& group) : group_(group), peers_(group.peers()) {}
+
+  // Waits until all ranks have called it. Throws std::exception if a rank has died or does not answer.
+  void run() {
+    group_.post(nullptr, nullptr, Board::kElsewhere);
+    group_.guarded([&] {
+      if (peers_.hosts() > 1 && peers_.local_rank() == 0) {
+        std::vector<char> bytes(peers_.hosts());
+        auto channel = group_.network().channel(bytes.data(), bytes.size());
+        peers_.for_other_hosts([&](size_t host) {
+          channel->send(peers_.ranks_by_host()[host][0], kTag, peers_.host(), 1);
+          channel->receive(peers_.ranks_by_host()[host][0], kTag, host, 1);
+        });
+        group_.wait(*channel);
+      }
+      group_.progress().synchronize();
+    });
+  }
+
+ private:
+  static constexpr uint32_t kTag = (1 << 13) + 4;
+
+  HostGroup& group_;
+  HostPeers& peers_;
 };
 
 }  // namespace hvdkit

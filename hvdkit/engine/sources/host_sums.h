@@ -15,7 +15,10 @@ namespace hvdkit {
 
 // The version of the order in which the collectives add. Increase it with each change that may give sums
 // other last bits.
-constexpr int kSumOrder = 2;
+constexpr int kSumOrder = 3;
+
+// What is computed from the values of the ranks.
+enum class Reduction { kSum, kMin, kMax, kProduct };
 
 enum class Element { kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64 };
 
@@ -133,8 +136,60 @@ void sum_to_all(const std::vector<const void*>& inputs, const std::vector<void*>
   }
 }
 
+// The arithmetic of another reduction than the sum. NaNs are kept.
+template <typename T, Reduction kReduction>
+struct Other : Plain<T> {
+  static T of(T a, T b) {
+    if constexpr (kReduction == Reduction::kProduct && std::is_integral<T>::value) {
+      using Unsigned = typename std::make_unsigned<T>::type;
+      return (T)((Unsigned)a * (Unsigned)b);
+    } else if constexpr (kReduction == Reduction::kProduct) {
+      return a * b;
+    } else {
+      return a != a || (kReduction == Reduction::kMin ? a < b : a > b) ? a : b;
+    }
+  }
+  static void add(T* result, const T* in, size_t n) { add_two(result, result, in, n); }
+  static void add_two(T* out, const T* a, const T* b, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      out[i] = of(a[i], b[i]);
+    }
+  }
+};
+
+template <typename T>
+void reduce_to_all(Reduction reduction, const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
+                   size_t count) {
+  switch (reduction) {
+    case Reduction::kMin:
+      return sum_to_all<Other<T, Reduction::kMin>>(inputs, outputs, count, 1.0);
+    case Reduction::kMax:
+      return sum_to_all<Other<T, Reduction::kMax>>(inputs, outputs, count, 1.0);
+    default:
+      return sum_to_all<Other<T, Reduction::kProduct>>(inputs, outputs, count, 1.0);
+  }
+}
+
+// Whether `sum_to_all` has this reduction.
+inline bool has_reduction(Element element, Reduction reduction) {
+  return reduction == Reduction::kSum || (element != Element::kFloat16 && element != Element::kBfloat16);
+}
+
 inline void sum_to_all(Element element, const std::vector<const void*>& inputs,
-                       const std::vector<void*>& outputs, size_t count, double factor) {
+                       const std::vector<void*>& outputs, size_t count, double factor,
+                       Reduction reduction = Reduction::kSum) {
+  if (reduction != Reduction::kSum) {
+    switch (element) {
+      case Element::kFloat32:
+        return reduce_to_all<float>(reduction, inputs, outputs, count);
+      case Element::kFloat64:
+        return reduce_to_all<double>(reduction, inputs, outputs, count);
+      case Element::kInt32:
+        return reduce_to_all<int32_t>(reduction, inputs, outputs, count);
+      default:
+        return reduce_to_all<int64_t>(reduction, inputs, outputs, count);
+    }
+  }
   switch (element) {
     case Element::kFloat32:
       return sum_to_all<Plain<float>>(inputs, outputs, count, factor);

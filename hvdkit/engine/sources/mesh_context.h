@@ -29,6 +29,19 @@ class MeshContext : public gloo::Context {
   // Throws gloo::IoException.
   bool connect(const std::string& host, int port, const std::string& key, const std::string& scope,
                std::shared_ptr<gloo::transport::Device>& device) {
+    return connect(device, [&](const std::vector<char>& own, std::vector<std::vector<char>>& theirs) {
+      try {
+        return MeshRendezvous(host, port, key, scope, rank, size).exchange(own, getTimeout(), theirs);
+      } catch (const std::runtime_error& error) {
+        GLOO_THROW_IO_EXCEPTION(error.what());
+      }
+    });
+  }
+
+  // The same. `exchange(own, theirs)` gives this rank's addresses to the others, one for each in the order of the
+  // ranks, and gets those that are meant for this rank. It may return false, for no rendezvous.
+  template <typename Exchange>
+  bool connect(std::shared_ptr<gloo::transport::Device> device, Exchange exchange) {
     auto pairs = device->createContext(rank, size);
     pairs->setTimeout(getTimeout());
     std::vector<int> others;
@@ -42,13 +55,8 @@ class MeshContext : public gloo::Context {
     }
     if (!others.empty()) {
       std::vector<std::vector<char>> theirs;
-      try {
-        MeshRendezvous rendezvous(host, port, key, scope, rank, size);
-        if (!rendezvous.exchange(own, getTimeout(), theirs)) {
-          return false;
-        }
-      } catch (const std::runtime_error& error) {
-        GLOO_THROW_IO_EXCEPTION(error.what());
+      if (!exchange(own, theirs)) {
+        return false;
       }
       for (size_t i = 0; i < others.size(); ++i) {
         pairs->getPair(others[i])->connect(theirs[i]);

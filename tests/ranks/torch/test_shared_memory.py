@@ -17,7 +17,7 @@ from tests.ranks.rank_pool import Configuration, start_ranks_of
 def open_arenas() -> list[Path]:
     # `os.listdir` has closed its own file when it returns.
     files = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return [f for f in files if f.is_symlink() and "memfd:hvdkit" in os.readlink(f)]
+    return [f for f in files if f.is_symlink() and "memfd:hvdkit " in os.readlink(f)]
 
 
 def arena() -> tuple[int, int, int]:
@@ -25,7 +25,7 @@ def arena() -> tuple[int, int, int]:
     (own,) = open_arenas()  # those of other ranks are mapped, but not kept open
     facts = own.stat()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        found = re.match(rf"(\w+)-(\w+) .* {facts.st_ino} +/memfd:hvdkit", line)
+        found = re.match(rf"(\w+)-(\w+) .* {facts.st_ino} +/memfd:hvdkit ", line)
         if found:
             return int(found[1], 16), int(found[2], 16), facts.st_blocks * 512
     raise AssertionError("the shared memory is not mapped")

@@ -48,13 +48,15 @@ static std::unique_ptr<HostGroup> group_of(int rank, int size, int seconds) {
   std::vector<int> ranks((size_t)size);
   std::iota(ranks.begin(), ranks.end(), 0);
   shared->exchange.size = size;
-  return std::make_unique<HostGroup>(ranks, rank, std::chrono::seconds(seconds), nullptr);
+  return std::make_unique<HostGroup>(ranks, rank, std::chrono::seconds(seconds), true, nullptr);
 }
 
 static std::unique_ptr<HostGroup> connected(int rank, int size, int seconds) {
   auto group = group_of(rank, size, seconds);
-  const auto reason = group->connect(
-      false, [rank](std::vector<long long>& words) { shared->exchange.combine(words, rank); });
+  Arena::instance().renew((size_t)size);
+  const auto reason = group->peers().connect(
+      [rank](std::vector<long long>& words) { shared->exchange.combine(words, rank); });
+  Arena::instance().share(true);
   if (!reason.empty()) {
     std::printf("rank %d: no shared memory: %s\n", rank, reason.c_str());
     _exit(1);
@@ -90,7 +92,8 @@ static void connect_strangers(const std::vector<long long>& words, int size, int
 static int connect_ranks(int rank, int size, int strangers) {
   auto group = group_of(rank, size, 60);
   bool first = true;
-  const auto reason = group->connect(false, [&](std::vector<long long>& words) {
+  Arena::instance().renew((size_t)size);
+  const auto reason = group->peers().connect([&](std::vector<long long>& words) {
     shared->exchange.combine(words, rank);
     if (first && rank == 0) {
       connect_strangers(words, size, strangers);

@@ -38,6 +38,7 @@ struct Link {
 };
 
 struct Job {
+  Job* second;  // for the messages of a second group
   Exchange exchange;
   std::atomic<uint64_t> hashes[kRanks];
   Link links[kRanks][kRanks];
@@ -233,6 +234,44 @@ static void check_bits(Job& job, int rank, const float* numbers, size_t count) {
   job.exchange.barrier();
 }
 
+static void check_broadcast(HostGroup& group, int rank, int round, size_t count) {
+  const int root = round % kRanks;
+  std::vector<float> tensor(count);
+  for (size_t i = 0; i < count; ++i) {
+    tensor[i] = value(i, rank, round);
+  }
+  GroupBroadcast(group).run(tensor.data(), count * sizeof(float), root);
+  for (size_t i = 0; i < count; ++i) {
+    if (tensor[i] != value(i, root, round)) {
+      fail("a broadcast is wrong");
+    }
+  }
+  GroupBarrier(group).run();
+  std::vector<float> least(count);
+  for (size_t i = 0; i < count; ++i) {
+    least[i] = value(i, rank, round);
+  }
+  GroupAllreduce(group).run(least.data(), least.data(), count, Element::kFloat32, 1.0, Wire::kElements,
+                            Reduction::kMin);
+  for (size_t i = 0; i < count; ++i) {
+    float right = value(i, 0, round);
+    for (int other = 1; other < kRanks; ++other) {
+      right = std::min(right, value(i, other, round));
+    }
+    if (least[i] != right) {
+      fail("a minimum is wrong");
+    }
+  }
+}
+
+static void connect(Job& job, HostGroup& group, int rank) {
+  auto reason = group.peers().connect(
+      [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });
+  if (!reason.empty()) {
+    fail(reason.c_str());
+  }
+}
+
 static void check_round(Job& job, HostGroup& group, int rank, int round, std::mt19937& random) {
   const size_t count = 1 + random() % (random() % 2 ? 40000 : 400);
   const bool arena = random() % 2;
@@ -289,6 +328,7 @@ static void check_round(Job& job, HostGroup& group, int rank, int round, std::mt
       fail("an alltoall is wrong");
     }
   }
+  check_broadcast(group, rank, round, count);
   if (gathered[count] != -1 || exchanged[own * kRanks] != -1 || output[own] != -1) {
     fail("a collective has written too much");
   }
@@ -297,27 +337,28 @@ static void check_round(Job& job, HostGroup& group, int rank, int round, std::mt
   }
 }
 
+// Two groups of the same ranks at once. The ranks of the second one do not map the arenas.
 static void check_sums(Job& job, int rank, unsigned seed, int rounds) {
-  const auto timeout = std::chrono::seconds(60);
-  auto network = [&](unsigned other) {
-    return std::make_unique<LateNetwork>(job, rank, seed * 100 + other + (unsigned)rank, 0);
-  };
-  HostGroup group(kAll, rank, timeout, network(0));
-  auto reason = group.connect(
-      false, [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });
-  if (!reason.empty()) {
-    fail(reason.c_str());
+  Arena::instance().renew(kRanks);
+  std::vector<std::unique_ptr<HostGroup>> groups;
+  for (unsigned number = 0; number < 2; ++number) {
+    auto& own = number ? *job.second : job;
+    auto network = std::make_unique<LateNetwork>(own, rank, (seed + number) * 100 + (unsigned)rank, 0);
+    groups.push_back(std::make_unique<HostGroup>(kAll, rank, std::chrono::seconds(60), number == 0,
+                                                 std::move(network)));
+    connect(job, *groups.back(), rank);
+    Arena::instance().share(true);
   }
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
-    check_round(job, group, rank, round, random);
+    check_round(job, *groups[(size_t)round % 2], rank, round, random);
   }
 }
 
 static void check_separate(Job& job, int rank, unsigned seed, int rounds) {
-  HostGroup group(kAll, rank, std::chrono::seconds(60),
+  HostGroup group(kAll, rank, std::chrono::seconds(60), true,
                   std::make_unique<LateNetwork>(job, rank, seed * 100 + (unsigned)rank, 0));
-  group.separate();
+  group.peers().separate();
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
     check_round(job, group, rank, round, random);
@@ -326,13 +367,10 @@ static void check_separate(Job& job, int rank, unsigned seed, int rounds) {
 
 // Rank 3 sends 6 pieces, which take longer than the timeout and the 5 s for the ranks of the same host.
 static void check_slow(Job& job, int rank) {
-  HostGroup group(kAll, rank, std::chrono::seconds(1),
+  HostGroup group(kAll, rank, std::chrono::seconds(1), true,
                   std::make_unique<LateNetwork>(job, rank, 1, 1300000));
-  auto reason = group.connect(
-      false, [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });
-  if (!reason.empty()) {
-    fail(reason.c_str());
-  }
+  Arena::instance().renew(kRanks);
+  connect(job, group, rank);
   const size_t bytes = 6 << 24;
   std::vector<char> input(rank == 3 ? bytes : 1, 7), output(bytes);
   GroupAllgather(group).run(input.data(), output.data(), Parts({0, 0, 0, bytes, 0}));
@@ -361,6 +399,7 @@ static int run(Job& job, int rank, char** arguments) {
 int main(int, char** arguments) {
   auto& job = share<Job>();
   job.exchange.size = kRanks;
+  job.second = &share<Job>();
   for (int rank = 0; rank < kOnFirstHost; ++rank) {
     if (fork() == 0) {
       _exit(run(job, rank, arguments));
