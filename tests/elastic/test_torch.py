@@ -92,7 +92,8 @@ def test_a_rank_is_killed_while_the_hosts_change(folder):
         job.wait_for("the hosts have changed: the ranks start again")
         batch = int(job.wait_for(r"begin 0 (\d+) size 1 resets \[1\]")[1])
         assert batch >= 2
-        pid = int(job.wait_for(r"batch \d \d+ (\d+)")[1])
+        for _ in range(2):  # the second commit waits until the first one is stored
+            pid = int(job.wait_for(r"batch \d \d+ (\d+)")[1])
         job.set_hosts("localhost:2")
         os.kill(pid, signal.SIGKILL)
         job.wait_for("rank 0 on localhost failed: killed by signal 9")
