@@ -16,17 +16,19 @@ from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.fit.collective_callbacks import LastCallback
+from hvdkit.keras.fit.comparisons import reducing_over
 from hvdkit.keras.fit.epoch_begin import Copies
 from hvdkit.keras.fit.executions import trained_batches
 from hvdkit.keras.fit.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.fit.resuming import EpochSize, ResumedEpoch, set_next_epoch
+from hvdkit.keras.fit.statistics import StatisticsAverage
 from hvdkit.keras.further_optimizers import (
     OptimizerStates,
     build_for_training,
     further_optimizers,
 )
 from hvdkit.keras.model_state import loss_variables, variables_of, weights_of
-from hvdkit.keras.models import is_built, reduced_over
+from hvdkit.keras.models import distributions_of, is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras_variables.loss_scaling import check_compiled, outermost
 from hvdkit.keras_variables.optimizer_slots import optimizer_variables
@@ -282,8 +284,25 @@ class CommitStateCallback(LastCallback):
         self.batches_remaining = self.batches_per_commit
 
     def commit(self) -> None:
-        """Commit the state. If the hosts have changed, the ranks end here and start again."""
+        """Commit the state. If the hosts have changed, the ranks end here and start again.
+
+        A commit has the variables of rank 0, so the moving statistics of `BatchNormalization` are
+        averaged before, as at the end of an epoch. Otherwise a restart within the epoch would lose
+        those of the other ranks.
+        """
+        if isinstance(self.state, KerasState):
+            _average_statistics(self.state.model)
         self.state.commit()
+
+
+def _average_statistics(model: Any) -> None:
+    """Average the moving statistics over all ranks that train one model. A collective."""
+    group, found = backend.collectives(), distributions_of(model)
+    if group.single_rank:
+        return
+    average = StatisticsAverage(model, group, lambda v: any(d.is_local(v) for d in found))
+    tapes = backend.tapes_reduce(model.trainable_weights, group.process_set)
+    average.average(bool(reducing_over(group, found)) or tapes)
 
 
 class UpdateBatchStateCallback(_UpdateCallback):

@@ -12,6 +12,7 @@ from hvdkit.errors import UsageError
 from tests.commit_files import read_commit, write_commit
 from tests.ranks.elastic_hosts import commit_in, host_of_its_own
 from tests.ranks.keras.job import classifier, distributed, same_everywhere
+from tests.ranks.keras.test_checkpoint import Interrupted, interrupt_after
 
 STEPS, COMMITTED = 12, 6
 
@@ -122,6 +123,27 @@ def test_a_commit_waits_for_the_end_of_the_accumulation_window(hvd):
     state.commit()
     state.restore()
     assert state.batch == 0
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_commit_within_an_epoch_has_the_moving_statistics_of_all_ranks(hvd):
+    """All ranks resume with the same statistics. They are not those of the batches of rank 0."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    model.compile(distributed(hvd, 0.1), loss="mse")
+    state = hvd.elastic.KerasState(model)
+    x, y = np.full((12, 2), 1.0 + hvd.rank()), np.ones((12, 1))
+    callbacks = [hvd.elastic.CommitStateCallback(state, 2), interrupt_after(2)]
+    with pytest.raises(Interrupted):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
+    layer.moving_mean.assign(np.zeros(2))
+    state.restore()
+    # The mean over the ranks of 0.75 times the mean of a batch.
+    expected = 0.75 * np.mean(1.0 + np.arange(hvd.size()))
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.moving_mean), expected, rtol=1e-6)
 
 
 @pytest.mark.long_with("keras-tensorflow")
