@@ -290,7 +290,8 @@ class CommitStateCallback(LastCallback):
         averaged before, as at the end of an epoch. Otherwise a restart within the epoch would lose
         those of the other ranks.
         """
-        _average_statistics(self.model)
+        if isinstance(self.state, KerasState):
+            _average_statistics(self.state.model)
         self.state.commit()
 
 
