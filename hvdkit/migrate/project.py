@@ -126,8 +126,9 @@ def _parse(texts: Mapping[Path, str], outcomes: dict[Path, Outcome]) -> dict[Pat
             scripts[path] = Script(text)
         except cst.ParserSyntaxError as error:
             outcomes[path] = Outcome(text, text, advice=[_not_python(text, error.raw_line)])
-        except SyntaxError as error:
-            outcomes[path] = Outcome(text, text, advice=[_not_python(text, error.lineno or 1)])
+        except (SyntaxError, ValueError) as error:  # Python 3.11.2 raises the latter for NUL
+            line = getattr(error, "lineno", None) or 1
+            outcomes[path] = Outcome(text, text, advice=[_not_python(text, line)])
         except (RecursionError, MemoryError):  # Python's parser raises both
             deep = Remark(
                 1, "syntax", "expressions are nested too deeply, so the file is left alone"

@@ -65,8 +65,12 @@ class Gradients(Parameters):
         stages: the last stages of the gradients, in order.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(
+        self,
+        names: dict[torch.nn.Parameter, str],
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+    ) -> None:
+        super().__post_init__(names, groups)
         self._nonfinite = NonFiniteNames(self.settings.on_nonfinite != IGNORE)
         self.invalid_reason = ""
         self.left = Left.NOTHING

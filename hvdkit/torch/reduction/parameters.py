@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -24,13 +24,14 @@ from hvdkit.torch.reduction.settings import Settings
 class Parameters:
     """The records of an optimizer's parameters. A parameter is planned if its record has a part.
 
+    The arguments `names`, the names of the parameters at first, and `groups`, parameters that share
+    a bucket, are not kept: a parameter that the script removes must be freed.
+
     Attributes:
         reducer: the `OptimizerReducer` of the optimizer.
         collectives: the collectives of the ranks to reduce over.
         settings: the settings of the optimizer.
         window: the accumulation window.
-        names: the names of the parameters at first.
-        groups: parameters that share a bucket.
         make_backend: see `Part`.
         reduction: how gradients are reduced, with the present bucket size and wire format.
         records: the id of each parameter of the optimizer -> its record, in order.
@@ -41,18 +42,22 @@ class Parameters:
     collectives: TorchCollectives
     settings: Settings
     window: Window
-    names: dict[torch.nn.Parameter, str]
-    groups: Sequence[Sequence[torch.nn.Parameter]] = ()
+    names: InitVar[dict[torch.nn.Parameter, str]]
+    groups: InitVar[Sequence[Sequence[torch.nn.Parameter]]] = ()
     make_backend: Callable[..., TorchBackend] = TorchBackend
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        names: dict[torch.nn.Parameter, str],
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+    ) -> None:
         self.reduction = self.settings.reduction
         self._number = itertools.count()
-        self._added = itertools.count(len(self.names))
-        group_of = {p: number for number, group in enumerate(self.groups) for p in group}
+        self._added = itertools.count(len(names))
+        group_of = {p: number for number, group in enumerate(groups) for p in group}
         self.records = {
             id(p): Record(self.reducer, p, name, next(self._number), group_of.get(p))
-            for p, name in self.names.items()
+            for p, name in names.items()
         }
         self.parts: list[Part] = []
         # The ids and the contents of the parameters at the last `refresh`.

@@ -65,7 +65,9 @@ def collectives_of_bfloat16(hvd, numbers, own):
 
 
 def bfloat16_of(numbers):
-    return tf.cast(tf.constant(numbers, tf.float32), tf.bfloat16).numpy().astype(np.float64)
+    with tf.init_scope():  # eagerly, also where a function is traced
+        rounded = tf.cast(tf.constant(numbers, tf.float32), tf.bfloat16)
+    return rounded.numpy().astype(np.float64)
 
 
 def test_bfloat16_eagerly(hvd):

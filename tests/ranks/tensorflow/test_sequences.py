@@ -46,9 +46,8 @@ def test_sequences_of_user_actions(rank_pool, request):
 #: Settings with which all actions are always run.
 ALWAYS = {
     "plain": {},
-    "sums": {
+    "groups": {
         "compression": "fp16",
-        "average": False,
         "groups": 2,
         "variables": "keras",
         "optimizer": "keras",
