@@ -386,7 +386,8 @@ def test_a_small_reducescatter_leaves_the_connections_fast(hvd):
 
 def test_a_process_that_a_library_forks_may_end(hvd):
     # Python does not know of this fork, so none of its handlers run.
-    libc = ctypes.CDLL(None)
+    # With Python's lock: after an import of FSDP2, static objects of PyTorch need it at the end.
+    libc = ctypes.PyDLL(None)
     child = libc.fork()
     if child == 0:
         libc.exit(0)
