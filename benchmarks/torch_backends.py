@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -80,10 +81,12 @@ def _fsdp(group: dist.ProcessGroup, kept: bool = False) -> nn.Module:
 
 def _tensor_parallel(group: dist.ProcessGroup) -> nn.Module:
     mesh, model = DeviceMesh.from_group(group, "cpu"), _model()
-    columns = dict.fromkeys(("queries", "keys", "values", "up"), ColwiseParallel())
-    rows = dict.fromkeys(("output", "down"), RowwiseParallel())
+    plan: dict[str, ParallelStyle] = {
+        **dict.fromkeys(("queries", "keys", "values", "up"), ColwiseParallel()),
+        **dict.fromkeys(("output", "down"), RowwiseParallel()),
+    }
     for layer in model:
-        parallelize_module(layer, mesh, columns | rows)
+        parallelize_module(layer, mesh, plan)
     return model
 
 

@@ -225,7 +225,7 @@ def test_a_rank_of_a_group_that_dies_or_stops(fault):
     store = dist.TCPStore("127.0.0.1", PORT, 3, rank == 0)
     dist.init_process_group("hvd", store=store, rank=rank, world_size=3)
     limit = datetime.timedelta(seconds=4)
-    some, others = dist.new_group([0, 1], timeout=limit), dist.new_group([0, 2], timeout=limit)
+    some, others = (dist.new_group(ranks, timeout=limit) for ranks in ([0, 1], [0, 2]))
     if rank == 1:
         os.kill(os.getpid(), signal.{fault})
     if rank == 0:
