@@ -8,7 +8,7 @@ the engine's stall limit ends the job.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.agreement.collectives import Collectives
@@ -54,10 +54,12 @@ class ProcessSets:
     Attributes:
         horovod: the module `horovod.common.process_sets`.
         collectives: returns the collectives of all ranks.
+        known: the ranks of each process set that was added here -> the set.
     """
 
     horovod: Any
     collectives: Callable[[], Collectives]
+    known: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def add_process_set(self, process_set: Any | Sequence[int]) -> Any:
         """Add a process set, and return it. A collective of all ranks, also those outside the set.
@@ -84,7 +86,28 @@ class ProcessSets:
             "hvdkit.process_set.add",
             UsageError,
         )
-        return self.horovod.add_process_set(process_set)
+        added = self.horovod.add_process_set(process_set)
+        self.known[tuple(added.ranks)] = added
+        return added
+
+    def find_or_add(self, parts: Sequence[Sequence[int]]) -> list[Any]:
+        """Return a process set for each sequence of ranks. A collective if one does not exist.
+
+        Adding one needs HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        """
+        table = self.horovod._basics._get_process_set_ids_and_ranks()
+        numbers = {tuple(ranks): number for number, ranks in table.items()}
+        found = []
+        for ranks in map(tuple, parts):
+            number, known = numbers.get(ranks), self.known.get(ranks)
+            if number is None:
+                known = self.add_process_set(ranks)
+            elif known is None or known.process_set_id != number:
+                # It was an argument of `init`.
+                known = self.known[ranks] = self.horovod.ProcessSet(ranks)
+                known.process_set_id = number
+            found.append(known)
+        return found
 
     def remove_process_set(self, process_set: Any) -> bool:
         """Remove a process set. A collective of all ranks, also those outside the set.

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import xxhash
 
+from hvdkit.torch.dtensors import local
+
 # Words of 64 bits.
 _CHUNK = 1 << 21
 # The odd constant of a published mixing function of this form.
@@ -13,11 +15,11 @@ _MIXER = 0xD6E8FEB86659FD93
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the content of a dense tensor as a one-dimensional uint8 tensor on its device.
+    """Return the local content of a dense tensor as a one-dimensional uint8 tensor.
 
     The result may share the tensor's memory.
     """
-    plain = tensor.detach().as_subclass(torch.Tensor)
+    plain = local(tensor).detach().as_subclass(torch.Tensor)
     contiguous = plain.resolve_conj().resolve_neg().contiguous()
     # A contiguous tensor with one element may have any stride, which `view` would refuse.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
@@ -69,7 +71,8 @@ class GradientDigest:
         if self._passes[number] == self._most:
             return
         self._passes[number] += 1
-        parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
+        sparse = gradient.is_sparse
+        parts = [gradient._indices(), gradient._values()] if sparse else [local(gradient)]
         # Usually the first elements suffice, and `any` of a large tensor takes long.
         elements = parts[-1].reshape(-1)
         if not bool(elements[:1024].any()) and not bool(elements.any()):

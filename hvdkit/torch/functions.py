@@ -15,10 +15,12 @@ from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
+from hvdkit.torch.dtensors import is_dtensor, local, placements
 from hvdkit.torch.in_place import note_written
 from hvdkit.torch.items.optimizer import OptimizerItem
 from hvdkit.torch.items.trees import mapped, tensors_of, with_specs
 from hvdkit.torch.keras_variables import is_seed
+from hvdkit.torch.meshes import Replicas, mesh_of
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 from hvdkit.torch.unwrapped import note_shared
 
@@ -37,29 +39,39 @@ def broadcast_parameters(
         params: a model: all parameters and buffers, as DistributedDataParallel sends them. Or
             `model.state_dict()`, which lacks buffers with `persistent=False`, or
             `model.named_parameters()` or `model.parameters()`; any dtype and strides. Values that
-            are not tensors are ignored, and so are the states of Keras's random generators.
+            are not tensors are ignored, and so are the states of Keras's random generators. A part
+            of a DTensor comes from the rank with the same part in the mesh of `root_rank`.
         root_rank: the rank to copy from.
         process_set: the ranks that take part.
 
     Raises:
         UsageError: `params` is a tensor, or has a value that contains tensors, or a tensor without
-            memory of its own, such as a DTensor; or `root_rank` does not exist.
+            memory of its own; DTensors have several meshes, or no two ranks have the same part of
+            them; or `root_rank` does not exist.
         RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks, or
             an argument is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
     collectives = TorchCollectives(process_set)
 
-    def prepare() -> tuple[list[torch.Tensor], list[str]]:
+    def prepare() -> tuple[tuple[list[torch.Tensor], Any], list[str]]:
         check_root(root_rank, process_set.ranks)
         tensors = _named_tensors(params)
-        return [value for _, value in tensors], [
+        return ([value for _, value in tensors], mesh_of(tensors)), [
             f"broadcast_parameters from rank {root_rank}",
-            *(f"{name!r}, {value.dtype} {list(value.shape)}" for name, value in tensors),
+            *(
+                f"{name!r}, {value.dtype} {list(value.shape)}{placements(value)}"
+                for name, value in tensors
+            ),
         ]
 
-    own = prepare_on_all_ranks(collectives, prepare, "the parameters to broadcast")
-    note_shared(own)
-    _broadcast_tensors(own, root_rank, process_set)
+    own, mesh = prepare_on_all_ranks(collectives, prepare, "the parameters to broadcast")
+    replicas = None if mesh is None else Replicas(mesh, process_set)
+    plain = [tensor for tensor in own if not is_dtensor(tensor)]
+    note_shared(plain)
+    _broadcast_tensors(plain, root_rank, process_set)
+    if replicas is not None:
+        parts = [local(tensor) for tensor in own if is_dtensor(tensor)]
+        _broadcast_tensors(parts, replicas.root(root_rank), replicas.process_set)
 
 
 def _named_tensors(
@@ -88,9 +100,10 @@ def _named_tensors(
                 f"dict, and broadcast_optimizer_state for an optimizer"
             )
         if isinstance(value, torch.Tensor):
-            check_plain(value, f"params[{name!r}]")
-            strides = zip(value.shape, value.stride(), strict=True)
-            if value.numel() and any(size > 1 and not stride for size, stride in strides):
+            part = local(value)
+            check_plain(part, f"params[{name!r}]")
+            strides = zip(part.shape, part.stride(), strict=True)
+            if part.numel() and any(size > 1 and not stride for size, stride in strides):
                 raise UsageError(
                     f"params[{name!r}] is an expanded tensor of shape {list(value.shape)}: several "
                     f"of its elements share memory, so it cannot be written. Expected a tensor of "
@@ -211,7 +224,14 @@ def _state_dict_of(optimizer: Any) -> dict[str, Any]:
         )
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
-            check_has_memory(parameter, f"parameter {i} of group {g}")
+            subject = f"parameter {i} of group {g}"
+            if is_dtensor(parameter):
+                raise UsageError(
+                    f"{subject} is a DTensor, and the state of its optimizer is not sent: expected "
+                    f"plain parameters. Make the optimizer on all ranks without state, or load the "
+                    f"state on each rank with torch.distributed.checkpoint"
+                )
+            check_has_memory(parameter, subject)
     state: dict[str, Any] = optimizer.state_dict()
     if not state.keys() >= _SENT:
         raise UsageError(

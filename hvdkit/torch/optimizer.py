@@ -14,9 +14,11 @@ from hvdkit.errors import UsageError
 from hvdkit.reduction import bucketing
 from hvdkit.reduction.accumulation import window_of
 from hvdkit.reduction.compression import check_adasum
-from hvdkit.reduction.nonfinite import IGNORE, check_policy
+from hvdkit.reduction.nonfinite import IGNORE, SKIP, check_policy
 from hvdkit.reduction.plan import Reduction, predivide
 from hvdkit.torch.compression import Compression, wire_format
+from hvdkit.torch.dtensors import local
+from hvdkit.torch.meshes import Replicas, mesh_of
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction.settings import Settings
 from hvdkit.torch.wrapped_modules import check_not_reduced
@@ -72,7 +74,9 @@ def DistributedOptimizer(
         groups: the number of buckets, or a list of parameters for each bucket. None: parameters
             fill buckets of `bucket_bytes`.
         sparse_as_dense: reduce sparse gradients as dense ones. Otherwise their rows are gathered.
-        process_set: the ranks to reduce over; other ranks step with their own gradients.
+        process_set: the ranks to reduce over; other ranks step with their own gradients. With
+            parameters that are DTensors, it follows from their device mesh: the ranks with the same
+            part of them.
         accumulation_steps: calls of `step()` for one step, one for each batch. The gradients of the
             batches are averaged. From the first call on, `zero_grad()` does nothing. Before the
             last batch, `hvd.clip_grad_norm_` and `hvd.GradScaler` do nothing.
@@ -106,7 +110,8 @@ def DistributedOptimizer(
             which unscales gradients later. None: do not clip.
 
     Raises:
-        UsageError: an argument is invalid; nothing has been communicated.
+        UsageError: an argument is invalid; nothing has been communicated. Or, on every rank,
+            parameters are DTensors, and no two ranks have the same part of them.
 
     Example:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
@@ -139,8 +144,12 @@ def DistributedOptimizer(
     names = _parameter_names(optimizer, named)
     for parameter, name in names.items():
         if parameter.requires_grad:  # other parameters are not reduced
-            check_has_memory(parameter, f"the parameter {name!r}")
+            check_has_memory(local(parameter), f"the parameter {name!r}")
     check_not_reduced((name, p) for p, name in names.items())
+    mesh = mesh_of((name, p) for p, name in names.items())
+    if mesh is not None:
+        _check_sharded(op, on_nonfinite)
+        process_set = Replicas(mesh, process_set).process_set
     if op == mpi_ops.Adasum:
         check_adasum(wire_format(compression))
         return _horovods_adasum(optimizer, names, compression, backward_passes_per_step)
@@ -271,6 +280,20 @@ def _check_arguments(optimizer: torch.optim.Optimizer, op: int) -> None:
     check_attributes(optimizer)
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
+
+
+def _check_sharded(op: int, on_nonfinite: str) -> None:
+    """Check arguments for an optimizer of DTensors, before any collective."""
+    for given, name in (
+        (op == mpi_ops.Adasum, "op=hvd.Adasum"),
+        (on_nonfinite == SKIP, "on_nonfinite='skip'"),
+    ):
+        if given:
+            raise UsageError(
+                f"{name} was passed, and parameters are DTensors. It would decide for each part of "
+                f"a parameter alone: expected op=hvd.Average or hvd.Sum, and on_nonfinite='ignore' "
+                f"or 'raise'"
+            )
 
 
 def _parameter_names(

@@ -5,12 +5,12 @@ DTensor are in other tensors, one on each rank. Horovod would read invalid memor
 would end with a segmentation fault.
 """
 
-import sys
 from typing import Any
 
 import torch
 
 from hvdkit.errors import UsageError
+from hvdkit.torch.dtensors import is_dtensor
 
 
 def check_has_memory(tensor: torch.Tensor, subject: str) -> None:
@@ -27,15 +27,12 @@ def check_has_memory(tensor: torch.Tensor, subject: str) -> None:
     kind = type(tensor)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return
-    # Importing DTensor takes long. Without an import by the script, no tensor is of this class.
-    module = sys.modules.get("torch.distributed.tensor")
-    sharded = getattr(module, "DTensor", None)
-    if sharded is not None and isinstance(tensor, sharded):
+    if is_dtensor(tensor):
         raise UsageError(
             f"{subject} is a DTensor, as fully_shard (FSDP2) and parallelize_module (tensor "
-            f"parallel) make them: each rank has a part of it, and PyTorch reduces its gradient. "
-            f"hvdkit needs the whole tensor on every rank. Use the model without fully_shard and "
-            f"parallelize_module, or without hvdkit"
+            f"parallel) make them: each rank has a part of it, and ranks with different parts "
+            f"cannot combine them. Expected a plain tensor: pass tensor.full_tensor(), or "
+            f"tensor.to_local() with the process set of the ranks that have the same part"
         )
     if has_own_dispatch(tensor):
         raise UsageError(

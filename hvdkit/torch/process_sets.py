@@ -9,3 +9,4 @@ _sets = ProcessSets(process_sets, lambda: TorchCollectives(process_sets.global_p
 
 add_process_set = _sets.add_process_set
 remove_process_set = _sets.remove_process_set
+find_or_add = _sets.find_or_add

@@ -12,6 +12,7 @@ import torch
 from hvdkit.agreement.differences import Item, Replicas
 from hvdkit.agreement.replicas import VALUES_ADVICE
 from hvdkit.torch.digests import bytes_of, digests
+from hvdkit.torch.dtensors import local
 from hvdkit.torch.keras_variables import is_own
 from hvdkit.torch.plain_tensors import is_plain
 
@@ -84,9 +85,10 @@ def torch_replicas(
 
 def _items_of(parameters: Mapping[str, torch.Tensor], state: Mapping[Any, Any]) -> Iterator[Item]:
     for name, parameter in parameters.items():
-        if is_readable(parameter) and not is_own(name):
+        part = local(parameter)
+        if is_readable(part) and not is_own(name):
             trained = parameter.requires_grad and not parameter.is_complex()
-            yield _item(repr(name), parameter, parameter.numel() * trained)
+            yield _item(repr(name), part, part.numel() * trained)
         yield from _state_items("", repr(name), state.get(parameter))
     # Some optimizers also keep state that belongs to no single parameter.
     for key in _keys(state):
@@ -118,8 +120,8 @@ def _state_items(
     """
     name = f"{path or 'state'} of {owner}"
     if isinstance(value, torch.Tensor):
-        if is_readable(value):
-            yield _item(name, value)
+        if is_readable(local(value)):
+            yield _item(name, local(value))
     elif isinstance(value, bool | int | float):
         # An integer may be too large for a tensor.
         if replace is not None and (isinstance(value, float) or abs(value) < _LARGE):

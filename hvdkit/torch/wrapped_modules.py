@@ -2,7 +2,7 @@
 
 DistributedDataParallel and FullyShardedDataParallel reduce the gradients of their parameters in the
 backward pass. A `DistributedOptimizer` of the same parameters would reduce them a second time.
-(`hvdkit.torch.plain_tensors` finds the parameters of FSDP2, which are DTensors.)
+(The parameters of FSDP2 are DTensors: see `hvdkit.torch.meshes`.)
 """
 
 import gc

@@ -44,6 +44,7 @@ from hvdkit.errors import UsageError
 from hvdkit.reduction.accumulation import Window
 from hvdkit.reduction.nonfinite import SKIP
 from hvdkit.torch import dynamo
+from hvdkit.torch.dtensors import is_dtensor, local
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
@@ -361,11 +362,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         If its parameters have gradients already, the next reduction reduces these, too.
         """
+        # A mesh of its own could need another process set.
+        own: list[Any] = self.reducer.parameters()
+        meshes = [p.device_mesh for p in own if is_dtensor(p)]
         super().add_param_group(param_group)
         try:
             for p in self.param_groups[-1]["params"]:
                 if p.requires_grad:  # other parameters are not reduced
-                    check_has_memory(p, "a parameter of the new group")
+                    known = is_dtensor(p) and p.device_mesh in meshes
+                    check_has_memory(local(p) if known else p, "a parameter of the new group")
         except UsageError:
             self.param_groups.pop()
             raise

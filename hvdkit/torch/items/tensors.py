@@ -11,6 +11,7 @@ from hvdkit.checkpoint import dtypes
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 from hvdkit.torch.digests import bytes_of
+from hvdkit.torch.dtensors import is_dtensor
 
 #: dtype of torch -> its name in safetensors. Older versions of torch do not have all of them.
 _DTYPES = {
@@ -40,6 +41,12 @@ class TorchTensor:
                 f"{subject} is not initialised and has no shape: call the model on one batch first"
             )
         kind = type(tensor)
+        if is_dtensor(tensor):
+            raise UsageError(
+                f"{subject} is a DTensor, of which this rank has a part, and a hvd.Checkpointer "
+                f"saves what all ranks have: expected a plain tensor. Save this model with "
+                f"torch.distributed.checkpoint"
+            )
         if _has_own_operations(kind):
             raise UsageError(
                 f"{subject} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "

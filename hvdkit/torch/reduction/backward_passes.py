@@ -192,6 +192,18 @@ class BackwardPasses:
             passes.watch(self)
             self.task = task
 
+    def enter_task_late(self, task: int, record: Record) -> None:
+        """Handle a graph task whose first gradient was added without a hook before it.
+
+        FSDP2 adds a gradient itself, and then calls the hooks for complete gradients.
+        """
+        parameter = record.parameter
+        gradient = parameter.grad
+        if self.gradients.note_late(record):
+            parameter.grad = None  # as if the task had been entered before
+        self.enter_task(task)
+        parameter.grad = gradient
+
     def _begin_pass(self) -> None:
         self.coordinator.times.enter(BACKWARD)
         self.check_usable()

@@ -35,6 +35,7 @@ from hvdkit.agreement.consistency import all_equal, digest24
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction.nonfinite import IGNORE
 from hvdkit.torch.digests import digests
+from hvdkit.torch.dtensors import is_dtensor
 from hvdkit.torch.reduction.last_stages import Stage
 from hvdkit.torch.reduction.memory import fits, is_nonzero, is_writable
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
@@ -96,13 +97,34 @@ class Gradients(Parameters):
         gradient = record.parameter.grad
         if gradient is None or record.local:
             return
-        mean = self.reduction.average or self.collectives.single_rank
-        if self.left is Left.NOTHING or (mean and self.window.divisor == 1):
+        if self.left is Left.NOTHING or self._mean_of_reduced:
             record.local = True
             return
         leave(gradient, version=0)
         if is_changed(gradient):
             self.mixed.append(record.name)
+
+    @property
+    def _mean_of_reduced(self) -> bool:
+        """Whether a second reduction of a reduced gradient does not change it."""
+        mean = self.reduction.average or self.collectives.single_rank
+        return bool(mean and self.window.divisor == 1)
+
+    def note_late(self, record: Record) -> bool:
+        """Note that a pass has added to a gradient before its begin was noticed.
+
+        Returns:
+            Whether the gradient is new: it has no reduced part, and no part of earlier passes.
+        """
+        gradient = record.parameter.grad
+        if record.local or gradient is None or not self._separates:
+            return False
+        if not is_left(gradient):
+            return True
+        record.local = True
+        if self.stages or not self._mean_of_reduced:
+            self.mixed.append(f"{record.name}: FSDP2 has added to a reduced gradient")
+        return False
 
     # --- in a backward pass ---------------------------------------------------------------------
 
@@ -405,6 +427,10 @@ class Gradients(Parameters):
         for stage in self.stages:
             gradients = (record.parameter.grad for record in self._planned)
             stage([gradient for gradient in gradients if gradient is not None])
+        for record in self._planned:
+            # FSDP2 may add to it before the next pass is noticed: see `note_late`.
+            if record.parameter.grad is not None and is_dtensor(record.parameter):
+                leave(record.parameter.grad)
         self._nonfinite.clear()
         if self.left is not Left.UNSAVED:
             self.left = Left.UNUSED if self.exist() else Left.NOTHING

@@ -9,8 +9,11 @@ this, with the same gradients. A `GradScaler` unscales gradients later.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from hvdkit.torch.dtensors import local, sharded_over
 
 
 class Stage:
@@ -76,17 +79,34 @@ class Clip(Stage):
 
 @torch.no_grad()
 def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm of all gradients, dense or sparse: a tensor without dimensions."""
+    """Return the p-norm of all gradients, dense or sparse: a tensor without dimensions.
+
+    A collective of the meshes of DTensors among them: the norm is that of the whole tensors.
+    """
     if not gradients:
         return torch.zeros((), device="cpu")
-    norms = [_norm(each.coalesce().values() if each.is_sparse else each, p) for each in gradients]
-    first = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([each.to(first) for each in norms]), p)
+    # The groups of ranks that have different parts of a gradient -> the norms of its local parts.
+    norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for each in gradients:
+        values = each.coalesce().values() if each.is_sparse else local(each)
+        norms.setdefault(sharded_over(each), []).append(_norm(values, p))
+    first = next(iter(norms.values()))[0].device
+    whole = []
+    for groups, own in norms.items():
+        norm = torch.linalg.vector_norm(torch.stack([each.to(first) for each in own]), p)
+        for group in groups:
+            everyone = [torch.empty_like(norm) for _ in range(group.size())]
+            torch.distributed.all_gather(everyone, norm, group=group)
+            norm = torch.linalg.vector_norm(torch.stack(everyone), p)
+        whole.append(norm)
+    return torch.linalg.vector_norm(torch.stack(whole), p)
 
 
 def _norm(tensor: torch.Tensor, p: float) -> torch.Tensor:
     # Squares of float16 and bfloat16 are added in float32.
     narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    if not tensor.numel():
+        p = 2.0  # PyTorch has no maximum of no elements
     return torch.linalg.vector_norm(tensor, p, dtype=torch.float32 if narrow else None)
 
 
@@ -107,4 +127,4 @@ def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for gradient in gradients:
         if gradient.device not in factors:
             factors[gradient.device] = factor.to(gradient.device)
-        gradient.mul_(factors[gradient.device])
+        local(gradient).mul_(factors[gradient.device])

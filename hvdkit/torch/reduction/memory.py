@@ -8,6 +8,7 @@ import torch
 
 from hvdkit.reduction.bucketing import Bucket, ParameterSpec
 from hvdkit.torch import shared_memory
+from hvdkit.torch.dtensors import local
 from hvdkit.torch.reduction import holders
 from hvdkit.torch.reduction.casting import cast_scaled_all, dense_strides
 
@@ -287,7 +288,7 @@ class TorchMemory:
             if gradient is None or gradient.is_sparse:
                 if gradient is None and not p.requires_grad:
                     continue
-                gradient = p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p))
+                gradient = p.grad = torch.empty_like(view, dtype=dtype_of_gradient(p))
             views.append(view)
             gradients.append(gradient)
         cast_scaled_all(views, gradients, factor)
@@ -321,7 +322,9 @@ class TorchMemory:
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients, dense; zeros for a missing gradient."""
         return [
-            torch.zeros_like(p, dtype=dtype_of_gradient(p)) if p.grad is None else p.grad.to_dense()
+            p.new_zeros(p.shape, dtype=dtype_of_gradient(p))
+            if p.grad is None
+            else p.grad.to_dense()
             for p in self._parameters
         ]
 
@@ -361,7 +364,7 @@ def fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def is_nonzero(gradient: torch.Tensor) -> bool:
     """Return whether a gradient has an element that is not 0."""
-    values = gradient._values() if gradient.is_sparse else gradient
+    values = gradient._values() if gradient.is_sparse else local(gradient)
     if not values.numel():
         return False
     if values.is_complex():

@@ -2,6 +2,8 @@
 
 import torch
 
+from hvdkit.torch.dtensors import local
+
 
 class NonFiniteNames:
     """The names of this rank's gradients with NaN or infinity, since the last round.
@@ -28,7 +30,7 @@ class NonFiniteNames:
         It replaces an earlier gradient of the parameter.
         """
         self._finite.pop(name, None)
-        values = gradient._values() if gradient.is_sparse else gradient
+        values = gradient._values() if gradient.is_sparse else local(gradient)
         # Compute the sum now: at the end of the pass, the gradient may be reduced in place already.
         if values.device.type == "cpu":
             # The sum is in the gradient's own dtype, because float64 takes 4 times as long. It may

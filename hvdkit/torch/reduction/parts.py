@@ -11,6 +11,7 @@ from hvdkit.reduction.accumulation import Window
 from hvdkit.reduction.plan import Reduction
 from hvdkit.reduction.synchronizer import Synchronizer
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.dtensors import local_parameter
 from hvdkit.torch.reduction.backend import TorchBackend
 from hvdkit.torch.reduction.memory import spec
 from hvdkit.torch.reduction.records import Record
@@ -48,10 +49,10 @@ class Part:
         self.is_stale = False
         for index, record in enumerate(records):
             record.part, record.index = self, index
-        parameters = [record.parameter for record in records]
+        parameters = [local_parameter(record.parameter) for record in records]
         self.backend = make_backend(parameters, collectives)
         self.synchronizer: Synchronizer[torch.Tensor, Any] = Synchronizer(
-            [spec(record.name, record.parameter) for record in records],
+            [spec(r.name, p) for r, p in zip(records, parameters, strict=True)],
             self.backend,
             collectives,
             replace(reduction, groups=groups_of(records)),
@@ -77,8 +78,8 @@ class Part:
 
     def changed_layouts(self) -> list[Record]:
         """Return the records of such parameters."""
-        pairs = zip(self.records, self._layouts, strict=True)
-        return [record for record, layout in pairs if _layout(record.parameter) != layout]
+        both = zip(self.records, self._parameters, self._layouts, strict=True)
+        return [record for record, p, layout in both if _layout(p) != layout]
 
     def pack(self) -> None:
         """Pack the buckets that `send` starts. If memory is lacking, this raises. No collective."""

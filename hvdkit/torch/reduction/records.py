@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdkit.torch.dtensors import align_gradient
 from hvdkit.torch.reduction.holders import version_of
 
 # The attribute of a gradient that a step has left: its id and its version then. PyTorch copies the
@@ -159,4 +160,7 @@ def _after(reference: "weakref.ref[Record]", _: torch.Tensor) -> None:
     if record is not None and not record.undefined:
         owner = record.owner()
         if owner is not None:
+            if (task := _current_task()) != owner.task:
+                owner.enter_task_late(task, record)
+            align_gradient(record.parameter)
             owner.after_accumulation(record)

@@ -78,7 +78,7 @@ def test_a_module_that_is_no_longer_used_does_not_count(hvd):
 
 
 @pytest.mark.parametrize("kind", ["FSDP2", "tensor parallel"])
-def test_dtensors_are_refused(hvd, tmp_path, kind):
+def test_dtensors_over_all_ranks_are_refused(hvd, tmp_path, kind):
     # Slow imports.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -96,6 +96,10 @@ def test_dtensors_are_refused(hvd, tmp_path, kind):
         for call in (
             lambda: hvd.DistributedOptimizer(optimizer, model.named_parameters()),
             lambda: hvd.broadcast_parameters(model.state_dict(), root_rank=0),
+        ):
+            with pytest.raises(UsageError, match="no other rank has the same part"):
+                call()
+        for call in (
             lambda: hvd.broadcast_optimizer_state(optimizer, root_rank=0),
             lambda: checkpointer.save(1),
             lambda: hvd.allreduce(model[0].weight),
