@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from hvdkit.torch.process_sets import find_or_add
-
 SIZE, HEADS = 8, 4
 
 
@@ -23,6 +21,8 @@ def device_mesh(hvd):
     if hvd.size() != 4:
         pytest.skip("needs four ranks")
     from torch.distributed.device_mesh import init_device_mesh  # slow
+
+    from hvdkit.torch.process_sets import find_or_add
 
     path = hvd.broadcast_object(os.path.join(os.environ["TMPDIR"], f"store-{uuid.uuid4()}"))
     store = distributed.FileStore(path, hvd.size())
