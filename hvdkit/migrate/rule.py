@@ -16,7 +16,7 @@ from hvdkit.migrate.script import Advice, Change, Finding, Note, Script
 
 
 class Target(Protocol):
-    """What a rule reads and edits: a `Script`, or a `Conversion` for the rules about DDP."""
+    """The object that a rule reads and edits: a `Script`, or a `Conversion` (rules about DDP)."""
 
     @property
     def script(self) -> Script:
