@@ -100,6 +100,14 @@ class Backend(Protocol[Buffer, Handle]):
         """Start `sum` of a float32 buffer; send it as blocks of 8-bit integers, see `Int8`."""
         ...
 
+    def scatter(self, buffer: Buffer, sections: int, name: str, factor: float) -> Handle:
+        """Start `sum` of a buffer with a section for each rank: only its own one is complete."""
+        ...
+
+    def section(self, buffer: Buffer, sections: int) -> Buffer:
+        """Return the section of this rank."""
+        ...
+
     def gather(self, rows: Any, name: str) -> Handle:
         """Start to gather every rank's `rows`."""
         ...

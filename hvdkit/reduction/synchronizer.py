@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+import numpy as np
+
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction import bucketing
@@ -56,10 +58,13 @@ class _RunningReduction(Generic[Handle]):
         request: the request that the generator waits for; None when the reduction is done.
         handle: the collective in flight.
         collectives: the number of collectives started.
+        sections: see `Bucket.sections`. If there are several, a sum is complete in the section of
+            this rank only.
     """
 
     steps: BucketReduction
     name: str
+    sections: int
     request: Request | None = None
     handle: Handle | None = None
     collectives: int = 0
@@ -334,7 +339,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         codec, memory = self._buckets.codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
         reduction: _RunningReduction[Handle] = _RunningReduction(
-            steps, f"{self.name}.{bucket.index}"
+            steps, f"{self.name}.{bucket.index}", bucket.sections
         )
         self._resume(reduction, None)
         # Record the bucket after packing: if packing raises, the bucket is not packed.
@@ -368,10 +373,14 @@ class Synchronizer(Generic[Buffer, Handle]):
             counters.payload_bytes += _payload_bytes(reduction.request)
             if isinstance(reduction.request, Gather):
                 reduction.handle = self.backend.gather(reduction.request.rows, name)
+                return
+            buffer, factor = reduction.request.buffer, reduction.request.factor
+            if isinstance(reduction.request, BlockSum):
+                reduction.handle = self.backend.sum_blocks(buffer, name, factor)
+            elif reduction.sections > 1:
+                reduction.handle = self.backend.scatter(buffer, reduction.sections, name, factor)
             else:
-                blocks = isinstance(reduction.request, BlockSum)
-                start = self.backend.sum_blocks if blocks else self.backend.sum
-                reduction.handle = start(reduction.request.buffer, name, reduction.request.factor)
+                reduction.handle = self.backend.sum(buffer, name, factor)
 
     def _advance_bucket(self, reduction: _RunningReduction[Handle]) -> None:
         """Advance a bucket until it is done or makes a request that all buckets make together."""
@@ -382,9 +391,10 @@ class Synchronizer(Generic[Buffer, Handle]):
                 handle, reduction.handle = reduction.handle, None
                 self._advance(reduction, self.backend.wait(handle))
             elif isinstance(request, AbsMax) and (
-                request.immediate or not self.backend.batches_abs_max
+                request.immediate
+                or (reduction.sections == 1 and not self.backend.batches_abs_max)
             ):
-                (value,) = self.backend.abs_max([request.buffer])
+                (value,) = self._abs_max([reduction], reduction.name)
                 self._advance(reduction, value)
             else:
                 return
@@ -411,9 +421,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         ]:
             asking = [r for r in waiting if isinstance(r.request, AbsMax)]
             if asking:
-                buffers = [r.request.buffer for r in waiting if isinstance(r.request, AbsMax)]
-                values = self.backend.abs_max(buffers)
-                del buffers
+                values = self._abs_max(asking, self.name)
                 for reduction, value in zip(asking, values, strict=True):
                     self._advance(reduction, value)
                     self._advance_bucket(reduction)
@@ -428,6 +436,26 @@ class Synchronizer(Generic[Buffer, Handle]):
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)
                 self._advance_bucket(reduction)
+
+
+    def _abs_max(
+        self, reductions: Sequence[_RunningReduction[Handle]], name: str
+    ) -> Sequence[float]:
+        """Return the results of `AbsMax`. A collective for buckets that are divided."""
+        buffers = []
+        for each in reductions:
+            assert isinstance(each.request, AbsMax)
+            buffer = each.request.buffer
+            buffers.append(
+                buffer if each.sections == 1 else self.backend.section(buffer, each.sections)
+            )
+        values = self.backend.abs_max(buffers)
+        if reductions[0].sections == 1:
+            return values
+        # The bits of floats from 0 on are in the order of their values; NaN is the largest.
+        bits = np.abs(np.array(values, np.float64)).view(np.int64)
+        largest = self.collectives.max(bits.tolist(), f"{name}.abs_max")
+        return [float(each) for each in np.array(largest, np.int64).view(np.float64)]
 
 
 def _payload_bytes(request: Sum | BlockSum | Gather) -> int:

@@ -150,6 +150,10 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
             # The scaler may skip the step without calling the optimizer.
             optimizer.reset_stepped()
             _compare_scalers(self, optimizer)
+            if optimizer.shards is not None:
+                with optimizer.shards.in_place_of_parameters():
+                    found = unscale(self, optimizer, *args, **kwargs)
+                return optimizer.shards.largest(found)
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced

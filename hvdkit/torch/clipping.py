@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hvdkit.torch.dtensors import is_dtensor
+from hvdkit.torch.dtensors import sharded_over
 from hvdkit.torch.reduction.last_stages import clip, norm_of
 from hvdkit.torch.wrapped_optimizer import wrapped
 
@@ -40,7 +40,7 @@ def clip_grad_norm_(
         return None
     parameters = [p for each in several for p in wrapped(each).reducer.parameters()]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(gradient.is_sparse or is_dtensor(gradient) for gradient in gradients):
+    if any(gradient.is_sparse or sharded_over(gradient) for gradient in gradients):
         norm = norm_of(gradients, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}; they are not clipped")

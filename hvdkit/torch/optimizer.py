@@ -8,7 +8,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOptimizer
 
-from hvdkit.agreement.collectives import check_process_set
+from hvdkit.agreement.collectives import check_process_set, is_single_rank
 from hvdkit.agreement.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.reduction import bucketing
@@ -16,11 +16,14 @@ from hvdkit.reduction.accumulation import window_of
 from hvdkit.reduction.compression import check_adasum
 from hvdkit.reduction.nonfinite import IGNORE, SKIP, check_policy
 from hvdkit.reduction.plan import Reduction, predivide
+from hvdkit.reduction.wire_format import WireFormat
 from hvdkit.torch.compression import Compression, wire_format
-from hvdkit.torch.dtensors import local
+from hvdkit.torch.dtensors import is_dtensor, local
+from hvdkit.torch.elementwise import steps_with_shares
 from hvdkit.torch.meshes import Replicas, mesh_of
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction.settings import Settings
+from hvdkit.torch.shards import check_dense
 from hvdkit.torch.wrapped_modules import check_not_reduced
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 from hvdkit.torch.wrapping import check_attributes, wrap
@@ -47,6 +50,7 @@ def DistributedOptimizer(
     on_mismatch: str = STOP,
     on_nonfinite: str = IGNORE,
     max_grad_norm: float | None = None,
+    shard: str | None = None,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer` so that `loss.backward()` reduces the gradients over all ranks.
 
@@ -108,6 +112,10 @@ def DistributedOptimizer(
             norm is that of all gradients of the optimizer, and `optimizer.grad_norm` is the norm
             before clipping. Another pass before `step()` clips the sum. Not with a `GradScaler`,
             which unscales gradients later. None: do not clip.
+        shard: `"optimizer"`: each of n ranks updates 1/n of each parameter, and has 1/n of the
+            optimizer's state. After `backward()`, `p.grad` has only this rank's share of the
+            gradient. For an optimizer that computes each element alone, such as SGD and AdamW.
+            None: each rank updates all parameters.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated. Or, on every rank,
@@ -163,6 +171,7 @@ def DistributedOptimizer(
             bucket_bytes=bucket_bytes,
             sparse_as_dense=sparse_as_dense,
             find_unused=find_unused_parameters,
+            sections=_sections(shard, optimizer, names, process_set, wire_format(compression)),
         ),
         frozen={name: p for name, p in named or () if p not in names and not p.requires_grad},
         process_set=process_set,
@@ -170,6 +179,7 @@ def DistributedOptimizer(
         replicas=replicas,
         on_nonfinite=check_policy(on_nonfinite),
         max_grad_norm=max_grad_norm,
+        shard=shard,
         keep_sparse=sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam),
     )
     buckets = _group_lists(groups if groups is not None else num_groups, names)
@@ -280,6 +290,39 @@ def _check_arguments(optimizer: torch.optim.Optimizer, op: int) -> None:
     check_attributes(optimizer)
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
+
+
+def _sections(
+    shard: str | None,
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.nn.Parameter, str],
+    process_set: mpi_ops.ProcessSet,
+    wire: WireFormat,
+) -> int:
+    """Return the number of ranks that divide gradients and state; see `Reduction.sections`.
+
+    Raises:
+        UsageError: the optimizer, a parameter or the wire format cannot be divided.
+    """
+    if shard is None:
+        return 1
+    if wire.tensor_by_tensor:
+        raise UsageError(
+            f"shard is {shard!r}, and compression is {wire.name}, which gets whole gradients one by "
+            f"one: expected 'none', 'fp16', 'bf16' or 'int8'"
+        )
+    if any(map(is_dtensor, names)):
+        raise UsageError(
+            f"shard is {shard!r}, and parameters are DTensors, which are divided already: expected "
+            f"shard=None"
+        )
+    check_dense(names)
+    if not steps_with_shares(optimizer):
+        raise UsageError(
+            f"shard is {shard!r}, and a {type(optimizer).__name__} needs whole tensors: expected an "
+            f"optimizer that computes each element alone, such as SGD or AdamW"
+        )
+    return 1 if is_single_rank(process_set) else len(process_set.ranks)
 
 
 def _check_sharded(op: int, on_nonfinite: str) -> None:

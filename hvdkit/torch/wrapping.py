@@ -10,6 +10,7 @@ from hvdkit.errors import UsageError
 from hvdkit.reduction.accumulation import Window
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
 from hvdkit.torch.reduction.settings import Settings
+from hvdkit.torch.shards import Shards
 from hvdkit.torch.wrapped_optimizer import SHARED, WrappedOptimizer
 
 
@@ -73,4 +74,6 @@ def wrap(
     optimizer._wrap(plain)
     optimizer.reducer = OptimizerReducer(optimizer, settings, window, names, groups, **ranks)
     optimizer.reducer.coordinator.add(optimizer)
+    if settings.reduction.sections > 1:
+        optimizer.shards = Shards(optimizer.reducer)
     return optimizer

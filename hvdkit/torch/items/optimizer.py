@@ -102,7 +102,7 @@ class OptimizerItem:
         Raises:
             UsageError: see `save`.
         """
-        self._check_entries(self._optimizer.state_dict())
+        self._check_entries(_local_state(self._optimizer))
         return [
             type(self._optimizer).__name__,
             *(
@@ -167,7 +167,7 @@ class OptimizerItem:
         if lines:
             raise does_not_fit(self._subject, lines)
         parameters = self._parameters()
-        own_leaves = dict(leaves(self._optimizer.state_dict()["state"]))
+        own_leaves = dict(leaves(_local_state(self._optimizer)["state"]))
         device_of = self._devices(tree)
         # Steps of earlier versions have no orders.
         orders = {tuple(path): tuple(order) for path, order in tree.get("orders", [])}
@@ -308,9 +308,18 @@ class OptimizerItem:
         self._left = set()
         optimizer.state.clear()
         optimizer.state.update(state)
+        if isinstance(optimizer, WrappedOptimizer) and optimizer.shards is not None:
+            optimizer.shards.take_state()
         groups = without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the `state_dict`; of a sharded optimizer, without the state of shares."""
+    if isinstance(optimizer, WrappedOptimizer) and optimizer.shards is not None:
+        return {"state": {}, "param_groups": optimizer.param_groups}
+    return optimizer.state_dict()
 
 
 def _tied(state: Mapping[Any, Any]) -> list[list[list[Any]]]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
+from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.dtensors import local, sharded_over
 
 
@@ -95,19 +97,29 @@ def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
     for groups, own in norms.items():
         norm = torch.linalg.vector_norm(torch.stack([each.to(first) for each in own]), p)
         for group in groups:
-            everyone = [torch.empty_like(norm) for _ in range(group.size())]
-            torch.distributed.all_gather(everyone, norm, group=group)
-            norm = torch.linalg.vector_norm(torch.stack(everyone), p)
+            norm = torch.linalg.vector_norm(_gathered(norm, group), p)
         whole.append(norm)
     return torch.linalg.vector_norm(torch.stack(whole), p)
 
 
+def _gathered(norm: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the norms of the parts that the ranks of a group have."""
+    if isinstance(group, TorchCollectives):
+        every: torch.Tensor = mpi_ops.allgather(
+            norm.view(1), name="hvdkit.norm", process_set=group.process_set
+        )
+        return every
+    everyone = [torch.empty_like(norm) for _ in range(group.size())]
+    torch.distributed.all_gather(everyone, norm, group=group)
+    return torch.stack(everyone)
+
+
 def _norm(tensor: torch.Tensor, p: float) -> torch.Tensor:
-    # Squares of float16 and bfloat16 are added in float32.
-    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
     if not tensor.numel():
         p = 2.0  # PyTorch has no maximum of no elements
-    return torch.linalg.vector_norm(tensor, p, dtype=torch.float32 if narrow else None)
+    # In float64, the norm does not depend on how a tensor is divided, except in its last bits.
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.linalg.vector_norm(tensor, p, dtype=wide)
 
 
 @torch.no_grad()
