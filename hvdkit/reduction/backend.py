@@ -72,6 +72,10 @@ class RoundMemory(BucketMemory[Buffer], Protocol[Buffer]):
         """Whether anything has changed a gradient since this round has packed it."""
         ...
 
+    def end(self) -> None:
+        """Note that the wire format has ended."""
+        ...
+
     def end_round(self, reduced: bool) -> None:
         """Give each gradient that needs memory of its own this memory, with its new value.
 

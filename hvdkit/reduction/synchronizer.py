@@ -49,7 +49,7 @@ _COLLECTIVES = (Sum, BlockSum, Gather)
 
 
 @dataclass
-class _RunningReduction(Generic[Handle]):
+class _RunningReduction(Generic[Buffer, Handle]):
     """The bucket reduction of one round, from pack to unpack.
 
     Attributes:
@@ -58,12 +58,14 @@ class _RunningReduction(Generic[Handle]):
         request: the request that the generator waits for; None when the reduction is done.
         handle: the collective in flight.
         collectives: the number of collectives started.
+        memory: the bucket's gradients.
         sections: see `Bucket.sections`. If there are several, a sum is complete in the section of
             this rank only.
     """
 
     steps: BucketReduction
     name: str
+    memory: RoundMemory[Buffer]
     sections: int
     request: Request | None = None
     handle: Handle | None = None
@@ -71,7 +73,7 @@ class _RunningReduction(Generic[Handle]):
 
 
 @dataclass
-class _Round(Generic[Handle]):
+class _Round(Generic[Buffer, Handle]):
     """The state of the current round.
 
     Attributes:
@@ -87,8 +89,8 @@ class _Round(Generic[Handle]):
     missing: list[int]
     arrived: dict[int, None] = field(default_factory=dict)
     full: list[tuple[int, Bucket]] = field(default_factory=list)
-    packed: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
-    reductions: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
+    packed: dict[int, _RunningReduction[Buffer, Handle]] = field(default_factory=dict)
+    reductions: dict[int, _RunningReduction[Buffer, Handle]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -126,7 +128,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         # The generation, the reductions that wait for a deferred request, and a function that
         # returns the results of the request.
         self._deferred: (
-            tuple[int, list[_RunningReduction[Handle]], Callable[[], list[int]]] | None
+            tuple[int, list[_RunningReduction[Buffer, Handle]], Callable[[], list[int]]] | None
         ) = None
         self._begin_round()
 
@@ -298,7 +300,7 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _begin_round(self) -> None:
         buckets = self.plan.buckets if self.plan else ()
-        self._round: _Round[Handle] = _Round(
+        self._round: _Round[Buffer, Handle] = _Round(
             self.collectives.generation, [len(bucket.parameters) for bucket in buckets]
         )
 
@@ -338,8 +340,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         assert self._buckets is not None
         codec, memory = self._buckets.codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
-        reduction: _RunningReduction[Handle] = _RunningReduction(
-            steps, f"{self.name}.{bucket.index}", bucket.sections
+        reduction: _RunningReduction[Buffer, Handle] = _RunningReduction(
+            steps, f"{self.name}.{bucket.index}", memory, bucket.sections
         )
         self._resume(reduction, None)
         # Record the bucket after packing: if packing raises, the bucket is not packed.
@@ -351,19 +353,20 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._start_request(reduction)
         self._round.reductions[bucket.index] = reduction
 
-    def _advance(self, reduction: _RunningReduction[Handle], result: Any) -> None:
+    def _advance(self, reduction: _RunningReduction[Buffer, Handle], result: Any) -> None:
         """Send a result to a bucket reduction; start the collective that it requests next."""
         self._resume(reduction, result)
         self._start_request(reduction)
 
-    def _resume(self, reduction: _RunningReduction[Handle], result: Any) -> None:
+    def _resume(self, reduction: _RunningReduction[Buffer, Handle], result: Any) -> None:
         """Send a result to a bucket reduction, which makes its next request."""
         try:
             reduction.request = reduction.steps.send(result)
         except StopIteration:
             reduction.request = None
+            reduction.memory.end()
 
-    def _start_request(self, reduction: _RunningReduction[Handle]) -> None:
+    def _start_request(self, reduction: _RunningReduction[Buffer, Handle]) -> None:
         """Start the collective that a bucket reduction requests."""
         if isinstance(reduction.request, _COLLECTIVES):
             name = reduction.name
@@ -382,7 +385,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             else:
                 reduction.handle = self.backend.sum(buffer, name, factor)
 
-    def _advance_bucket(self, reduction: _RunningReduction[Handle]) -> None:
+    def _advance_bucket(self, reduction: _RunningReduction[Buffer, Handle]) -> None:
         """Advance a bucket until it is done or makes a request that all buckets make together."""
         while True:
             request = reduction.request
@@ -439,7 +442,7 @@ class Synchronizer(Generic[Buffer, Handle]):
 
 
     def _abs_max(
-        self, reductions: Sequence[_RunningReduction[Handle]], name: str
+        self, reductions: Sequence[_RunningReduction[Buffer, Handle]], name: str
     ) -> Sequence[float]:
         """Return the results of `AbsMax`. A collective for buckets that are divided."""
         buffers = []

@@ -28,20 +28,24 @@ def steps_with_shares(optimizer: torch.optim.Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(2, *_SHAPE, generator=generator) for _ in range(_STEPS + 1)]
     wholes = [list(each) for each in draw]
-    halves = [[half for whole in each for half in whole.flatten().chunk(2)] for each in wholes]
     together = _trial(optimizer, wholes)
-    shares = _trial(optimizer, halves)
-    if shares is not None and (together is None or _equal(shares, together)):
-        return True
     if together is None:
         return False  # it does not take these tensors: expect that it needs whole ones
-    alone = [_trial(optimizer, [[each[k]] for each in wholes]) for k in range(2)]
-    if None in alone or not _equal([p for each in alone for p in each or ()], together):
+    shares = _trial(optimizer, [_first_halves(each) for each in wholes])
+    if shares is not None and _equal(shares, _first_halves(together)):
+        return True
+    alone = _trial(optimizer, [each[:1] for each in wholes])
+    if alone is None or not _equal(alone, together[:1]):
         raise UsageError(
             f"shard was passed, but in a {type(optimizer).__name__} the step of a parameter depends "
             f"on other parameters, of which a rank has only its share: expected shard=None"
         )
     return False
+
+
+def _first_halves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the share that the first of two ranks has of each tensor."""
+    return [each.flatten().chunk(2)[0] for each in tensors]
 
 
 def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

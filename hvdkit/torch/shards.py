@@ -83,7 +83,7 @@ class Shards:
     def __init__(self, reducer: OptimizerReducer) -> None:
         self._reducer = reducer
         self.replaced: list[torch.nn.Parameter] | None = None
-        self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._collectives: TorchCollectives = reducer.collectives
         self.take_state()
 
@@ -186,20 +186,21 @@ class Shards:
         """Return memory for a message."""
         if like.device.type != "cpu":
             return torch.empty(elements, dtype=like.dtype, device=like.device)
-        buffers = self._buffers.setdefault(like.dtype, [])
-        if number == len(buffers):
-            buffers.append(shared_memory.empty(elements, like.dtype))
-        elif buffers[number].numel() < elements:
-            buffers[number] = shared_memory.empty(elements, like.dtype)
-        return buffers[number]
+        found = self._buffers.get((like.dtype, number))
+        if found is None or found.numel() < elements:
+            found = shared_memory.empty(elements, like.dtype)
+            self._buffers[like.dtype, number] = found
+        return found
 
     @staticmethod
     def _messages(tensors: Sequence[torch.Tensor], ranks: int) -> Iterator[list[_Columns]]:
         """Divide tensors into messages of one dtype and at most about `BUCKET_BYTES`."""
         filling: dict[tuple[torch.dtype, torch.device], list[_Columns]] = {}
         for tensor in tensors:
-            most = max(BUCKET_BYTES // (ranks * tensor.element_size()), 1)
             length, begin = share(tensor.numel(), ranks), 0
+            if tensor.is_complex():  # the engine sends real numbers
+                tensor, length = torch.view_as_real(tensor).view(-1), 2 * length
+            most = max(BUCKET_BYTES // (ranks * tensor.element_size()), 1)
             message = filling.setdefault((tensor.dtype, tensor.device), [])
             while begin < length:
                 room = most - sum(each.end - each.begin for each in message)

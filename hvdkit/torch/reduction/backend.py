@@ -13,7 +13,7 @@ from hvdkit.runtime.host_collectives import int8_name
 from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.reduction.block_sums import BlockSum
-from hvdkit.torch.reduction.divided_memory import DividedMemory
+from hvdkit.torch.reduction.divided_memory import Buffers, DividedMemory
 from hvdkit.torch.reduction.memory import TorchMemory
 
 
@@ -70,6 +70,7 @@ class TorchBackend:
         self._parameters = parameters
         self._keeps_memory = keeps_memory
         self._collectives = collectives
+        self._buffers = Buffers()
         self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
         #: For each parameter, the largest number of sparse dimensions of its gradients until now.
         self.sparse_seen = [0] * len(parameters)
@@ -78,7 +79,7 @@ class TorchBackend:
         """See `Backend`. Buffers are allocated on first use."""
         parameters = [self._parameters[i] for i in bucket.parameters]
         if bucket.sections > 1:
-            return DividedMemory(bucket, parameters, self._collectives)
+            return DividedMemory(bucket, parameters, self._collectives, self._buffers)
         return TorchMemory(bucket, parameters, self._record_sparse, self._keeps_memory)
 
     @torch.no_grad()

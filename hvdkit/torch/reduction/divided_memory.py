@@ -16,6 +16,32 @@ from hvdkit.torch.reduction.casting import cast_scaled_all
 from hvdkit.torch.reduction.memory import dtype_of_gradient
 
 
+class Buffers:
+    """Memory for buckets, which several of them use in turn."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory of shape [elements] for a bucket."""
+        fitting = [
+            each
+            for each in self._free
+            if each.dtype == dtype and each.device == device and each.numel() >= elements
+        ]
+        if fitting:
+            found = min(fitting, key=torch.Tensor.numel)
+            self._free = [each for each in self._free if each is not found]
+            return found
+        if device.type == "cpu":
+            return shared_memory.empty(elements, dtype)
+        return torch.empty(elements, dtype=dtype, device=device)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Take back a result of `take`."""
+        self._free.append(memory)
+
+
 class DividedMemory:
     """`hvdkit.reduction.backend.RoundMemory` for a bucket with several sections.
 
@@ -23,16 +49,24 @@ class DividedMemory:
         bucket: the bucket.
         parameters: the bucket's parameters.
         collectives: the collectives of the ranks.
+        buffers: where the memory is from.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.Tensor], collectives: Any) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[torch.Tensor],
+        collectives: Any,
+        buffers: Buffers,
+    ) -> None:
         self._bucket = bucket
         self._parameters = parameters
         self._collectives = collectives
+        self._buffers = buffers
         self._shares = [share(p.numel(), bucket.sections) for p in parameters]
-        self._kept: dict[torch.dtype, torch.Tensor] = {}
-        # The buffer of `in_place`, during a round.
-        self._sent: torch.Tensor | None = None
+        # The memory that this round uses, and whether the gradients are in it (`in_place`).
+        self._used: list[torch.Tensor] = []
+        self._in_place = False
 
     @property
     def dtype(self) -> str:
@@ -42,20 +76,11 @@ class DividedMemory:
     #: A changed gradient raises: see `DividedGradient`.
     is_changed = False
 
-    def _buffer(self, dtype: torch.dtype, keep: bool = True) -> torch.Tensor:
-        flat = self._kept.get(dtype)
-        if flat is None:
-            device = torch.device(self._bucket.device)
-            if keep and device.type == "cpu":
-                flat = shared_memory.empty(self._bucket.elements, dtype).zero_()
-            else:
-                flat = torch.zeros(self._bucket.elements, dtype=dtype, device=device)
-            if keep:
-                self._kept[dtype] = flat
-        return flat
-
-    def _fill(self, flat: torch.Tensor, factor: float) -> torch.Tensor:
-        """Pack the gradients. The padding of a buffer is 0 and stays so."""
+    def _packed(self, dtype: torch.dtype, factor: float) -> torch.Tensor:
+        """Return a buffer with the gradients; padding is 0."""
+        elements, device = self._bucket.elements, torch.device(self._bucket.device)
+        self._used.append(self._buffers.take(elements, dtype, device))
+        flat = self._used[-1][:elements]
         sections = flat.view(self._bucket.sections, -1)
         sources, targets = [], []
         for p, at, length in zip(
@@ -75,6 +100,8 @@ class DividedMemory:
             if full:
                 sources.append(source[: full * length].view(full, length))
                 targets.append(place[:full])
+            if full < len(place):
+                place[full:].zero_()
             if rest:
                 sources.append(source[full * length :])
                 targets.append(place[full, :rest])
@@ -84,14 +111,15 @@ class DividedMemory:
     @torch.no_grad()
     def in_place(self, factor: float) -> torch.Tensor:
         """See `BucketMemory`. Frees the memory of the gradients."""
-        self._sent = flat = self._fill(self._buffer(getattr(torch, self._bucket.dtype)), factor)
+        flat = self._packed(getattr(torch, self._bucket.dtype), factor)
+        self._in_place = True
         self._set(None)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     @torch.no_grad()
-    def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
+    def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:  # noqa: ARG002
         """See `BucketMemory`."""
-        return self._fill(self._buffer(getattr(torch, dtype), keep), factor)
+        return self._packed(getattr(torch, dtype), factor)
 
     @torch.no_grad()
     def scale(self, buffer: torch.Tensor, factor: float) -> None:
@@ -106,10 +134,19 @@ class DividedMemory:
         self._set(own)
 
     @torch.no_grad()
+    def end(self) -> None:
+        """See `RoundMemory`: other buckets may use the memory."""
+        if self._in_place:
+            (memory,) = self._used
+            self._set(self._section(memory[: self._bucket.elements]).clone())
+        self.end_round(reduced=True)
+
     def end_round(self, reduced: bool) -> None:
-        sent, self._sent = self._sent, None
-        if sent is not None and reduced:
-            self._set(self._section(sent).clone())
+        """Return the memory. After an error, collectives may still write into it."""
+        if reduced:
+            for memory in self._used:
+                self._buffers.give_back(memory)
+        self._used, self._in_place = [], False
 
     def _section(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.view(self._bucket.sections, -1)[self._collectives.place]
