@@ -151,9 +151,7 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
             optimizer.reset_stepped()
             _compare_scalers(self, optimizer)
             if optimizer.shards is not None:
-                with optimizer.shards.in_place_of_parameters():
-                    found = unscale(self, optimizer, *args, **kwargs)
-                return optimizer.shards.largest(found)
+                return optimizer.shards.unscale(lambda: unscale(self, optimizer, *args, **kwargs))
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced

@@ -1,5 +1,6 @@
 """`hvd.DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from hvdkit.torch.wrapped_modules import check_not_reduced
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 from hvdkit.torch.wrapping import check_attributes, wrap
 from hvdkit.training.trial import TrialPlan
+
+log = logging.getLogger("hvdkit.torch")
 
 
 def DistributedOptimizer(
@@ -113,9 +116,11 @@ def DistributedOptimizer(
             before clipping. Another pass before `step()` clips the sum. Not with a `GradScaler`,
             which unscales gradients later. None: do not clip.
         shard: `"optimizer"`: each of n ranks updates 1/n of each parameter, and has 1/n of the
-            optimizer's state. After `backward()`, `p.grad` has only this rank's share of the
-            gradient. For an optimizer that computes each element alone, such as SGD and AdamW.
-            None: each rank updates all parameters.
+            optimizer's state. After `backward()`, `p.grad` is divided, too: use
+            `hvd.clip_grad_norm_` and `optimizer.full_gradients()`. If the optimizer needs whole
+            tensors, as Muon and Adafactor do, each rank updates some of the parameters instead,
+            and has whole gradients. `state_dict()` is a collective. None: each rank updates all
+            parameters.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated. Or, on every rank,
@@ -317,12 +322,17 @@ def _sections(
             f"shard=None"
         )
     check_dense(names)
+    if is_single_rank(process_set):
+        return 1
     if not steps_with_shares(optimizer):
-        raise UsageError(
-            f"shard is {shard!r}, and a {type(optimizer).__name__} needs whole tensors: expected an "
-            f"optimizer that computes each element alone, such as SGD or AdamW"
-        )
-    return 1 if is_single_rank(process_set) else len(process_set.ranks)
+        if mpi_ops.rank() == process_set.ranks[0]:
+            log.info(
+                "%s needs whole tensors: each rank updates some of the parameters, and gradients "
+                "are reduced as without shard",
+                type(optimizer).__name__,
+            )
+        return 1
+    return len(process_set.ranks)
 
 
 def _check_sharded(op: int, on_nonfinite: str) -> None:

@@ -28,8 +28,8 @@ _NOT_DENSE = (
     "elements that are contiguous in memory. Use p.data = p.data.contiguous()"
 )
 
-# Messages that are sent while others are copied.
-_IN_FLIGHT = 3
+#: Messages that are sent while others are copied.
+IN_FLIGHT = 3
 
 
 @dataclass(frozen=True)
@@ -126,20 +126,30 @@ class Shards:
         self._reducer.gradients.refresh()
         groups = self._reducer.optimizer().param_groups
         parameters = [group["params"] for group in groups]
-        own = [[self.share_of(p) for p in each] for each in parameters]
+        shares = list(map(self._shares_with_gradients, parameters))
         self.replaced = [p for each in parameters for p in each]
         try:
-            for group, shares, wholes in zip(groups, own, parameters, strict=True):
-                group["params"] = shares
-                for each, p in zip(shares, wholes, strict=True):
-                    each.grad = self._gradient_of(p)
+            for group, own in zip(groups, shares, strict=True):
+                group["params"] = own
             yield
         finally:
             self.replaced = None
-            for group, shares, wholes in zip(groups, own, parameters, strict=True):
+            for group, wholes in zip(groups, parameters, strict=True):
                 group["params"] = wholes
-                for each in shares:
-                    each.grad = None
+            self._release(shares)
+
+    def _shares_with_gradients(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> list[torch.nn.Parameter]:
+        shares = list(map(self.share_of, parameters))
+        for each, p in zip(shares, parameters, strict=True):
+            each.grad = self._gradient_of(p)
+        return shares
+
+    def _release(self, shares: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        for own in shares:
+            for each in own:
+                each.grad = None
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -161,7 +171,7 @@ class Shards:
         flying: list[tuple[int, torch.Tensor, list[_Columns]]] = []
         for number, message in enumerate(self._messages(tensors, ranks)):
             width = sum(each.end - each.begin for each in message)
-            rows = self._buffer(message[0].tensor, number % _IN_FLIGHT, ranks * width)
+            rows = self._buffer(message[0].tensor, number % IN_FLIGHT, ranks * width)
             rows = rows[: ranks * width].view(ranks, width)
             for source, target in _pairs(message, rows, place):
                 target.copy_(source)
@@ -172,7 +182,7 @@ class Shards:
                 self._collectives.process_set,
             )
             flying.append((handle, rows, message))
-            if len(flying) == _IN_FLIGHT:
+            if len(flying) == IN_FLIGHT:
                 self._receive(*flying.pop(0))
         for each in flying:
             self._receive(*each)
@@ -213,8 +223,17 @@ class Shards:
                     message.clear()
         yield from (message for message in filling.values() if message)
 
-    def largest(self, found: Mapping[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
-        """Return the maximum over the ranks of a number for each device. A collective."""
+    def unscale(self, unscale: Callable[[], Mapping[torch.device, torch.Tensor]]) -> Any:
+        """Unscale the gradients for a GradScaler. A collective.
+
+        Args:
+            unscale: does so; returns for each device whether a gradient is not finite.
+
+        Returns:
+            For each device, whether a gradient of any rank is not finite.
+        """
+        with self.in_place_of_parameters():
+            found = unscale()
         process_set = self._collectives.process_set
         return {
             device: mpi_ops.allreduce(

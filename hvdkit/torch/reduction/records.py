@@ -70,6 +70,7 @@ class Record:
         undefined: whether the latest gradient of the parameter was None, so that nothing is added.
         handles: those of the hooks.
         share: of a sharded optimizer: the share of the parameter that this rank updates.
+        place: of an optimizer that is sharded by whole tensors: the place of the parameter's owner.
     """
 
     owner: "weakref.ref[Any]"
@@ -87,6 +88,7 @@ class Record:
     undefined: bool = False
     handles: Sequence[RemovableHandle] = ()
     share: torch.nn.Parameter | None = None
+    place: int | None = None
 
     @property
     def has_gradient(self) -> bool:
