@@ -179,6 +179,13 @@ def test_training_is_that_of_one_process(hvd, kind, wire, passes, clip):
         assert_whole_close(model, reference, TOLERANCES[wire])
 
 
+def train(hvd, model, passes):
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    if passes:
+        model(batch(0, 0)).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("at", ["pass", "step"])
 def test_plain_parameters_on_some_ranks_are_an_error_on_all(hvd, at):
     with device_mesh(hvd) as mesh:
@@ -186,10 +193,7 @@ def test_plain_parameters_on_some_ranks_are_an_error_on_all(hvd, at):
         if hvd.rank() // 2:
             parallelize(model, mesh, "tensor")
         with pytest.raises(PassesDiffer, match="in hvd.DistributedOptimizer, whose parameters are"):
-            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-            if at == "pass":
-                model(batch(0, 0)).sum().backward()
-            optimizer.step()
+            train(hvd, model, passes=at == "pass")
 
 
 def test_ranks_with_other_placements_are_an_error_on_all(hvd):
