@@ -228,9 +228,7 @@ class Gather:
                         [*tensor.spec.shape],
                         [*tensor.first],
                         [*tensor.counts],
-                        xxhash.xxh64_hexdigest(own.data)
-                        if tensor.has_copies and own.size
-                        else None,
+                        _digest(own) if tensor.has_copies else None,
                     ]
                     if is_first:
                         whole = _memory_of_whole(subject, tensor.spec)

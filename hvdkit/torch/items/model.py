@@ -190,7 +190,9 @@ class ModelItem:
         alike = {}
         for name in own:
             here = held(own[name], at(self._subject, (name,))).spec
-            if overlaps(own[name]):
+            if local(own[name]).is_meta:
+                lines.append(f"{name} is on the meta device: first call Module.to_empty()")
+            elif overlaps(own[name]):
                 lines.append(f"{name} is a result of expand() and cannot be written: clone it")
             elif name in named and named[name] == here:
                 alike[name] = own[name]
