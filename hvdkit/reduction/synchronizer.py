@@ -394,8 +394,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 handle, reduction.handle = reduction.handle, None
                 self._advance(reduction, self.backend.wait(handle))
             elif isinstance(request, AbsMax) and (
-                request.immediate
-                or (reduction.sections == 1 and not self.backend.batches_abs_max)
+                request.immediate or (reduction.sections == 1 and not self.backend.batches_abs_max)
             ):
                 (value,) = self._abs_max([reduction], reduction.name)
                 self._advance(reduction, value)
@@ -439,7 +438,6 @@ class Synchronizer(Generic[Buffer, Handle]):
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)
                 self._advance_bucket(reduction)
-
 
     def _abs_max(
         self, reductions: Sequence[_RunningReduction[Buffer, Handle]], name: str

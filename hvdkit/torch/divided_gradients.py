@@ -47,7 +47,7 @@ class DividedGradient(torch.Tensor):
         collectives: Any,
         dtype: torch.dtype | None = None,
     ) -> "DividedGradient":
-        result: DividedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        result: DividedGradient = torch.Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
@@ -57,12 +57,14 @@ class DividedGradient(torch.Tensor):
         result.own, result.collectives = own, collectives
         return result
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(  # type: ignore[override]
+        self, *, tensor_contents: Any = None
+    ) -> str:
         elements = "a share" if self.own is None else f"{self.own.numel()} elements"
         return f"DividedGradient(shape={list(self.shape)}, dtype={self.dtype}, here {elements})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
@@ -88,9 +90,10 @@ class DividedGradient(torch.Tensor):
 
 def _refusal(func: Any) -> UsageError:
     return UsageError(
-        f"{func.overloadpacket} was called with a gradient that is divided among the ranks, because "
-        f"hvd.DistributedOptimizer has shard=...: expected hvd.clip_grad_norm_(optimizer, ...), "
-        f"max_grad_norm=..., or optimizer.full_gradients() for whole gradients"
+        f"{func.overloadpacket} was called with a gradient that is divided among the ranks, "
+        f"because hvd.DistributedOptimizer has shard=...: expected "
+        f"hvd.clip_grad_norm_(optimizer, ...), max_grad_norm=..., or "
+        f"optimizer.full_gradients() for whole gradients"
     )
 
 

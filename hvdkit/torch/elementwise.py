@@ -37,8 +37,8 @@ def steps_with_shares(optimizer: torch.optim.Optimizer) -> bool:
     alone = _trial(optimizer, [each[:1] for each in wholes])
     if alone is None or not _equal(alone, together[:1]):
         raise UsageError(
-            f"shard was passed, but in a {type(optimizer).__name__} the step of a parameter depends "
-            f"on other parameters, of which a rank has only its share: expected shard=None"
+            f"shard was passed, but in a {type(optimizer).__name__} the step of a parameter "
+            f"depends on other parameters, of which a rank has only its share: expected shard=None"
         )
     return False
 
@@ -49,8 +49,8 @@ def _first_halves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    pairs = [torch.cat([each.flatten() for each in tensors]) for tensors in (some, others)]
-    return torch.allclose(*pairs, rtol=1e-4, atol=1e-6)
+    one, other = (torch.cat([t.flatten() for t in tensors]) for tensors in (some, others))
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 @torch.no_grad()

@@ -320,8 +320,8 @@ def _sections(
         return 1
     if wire.tensor_by_tensor:
         raise UsageError(
-            f"shard is {shard!r}, and compression is {wire.name}, which gets whole gradients one by "
-            f"one: expected 'none', 'fp16', 'bf16' or 'int8'"
+            f"shard is {shard!r}, and compression is {wire.name}, which gets whole gradients one "
+            f"by one: expected 'none', 'fp16', 'bf16' or 'int8'"
         )
     if any(map(is_dtensor, names)):
         raise UsageError(

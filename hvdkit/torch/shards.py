@@ -99,7 +99,7 @@ class Shards:
         begin, end = self._bounds(tensor.numel())
         return in_memory_order(tensor, like)[begin:end]
 
-    def share_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def share_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of a parameter: the key of its optimizer state."""
         if not (parameter.is_contiguous() or is_dense(parameter)):
             raise UsageError(_NOT_DENSE.format(strides=parameter.stride(), shape=parameter.shape))
@@ -111,7 +111,7 @@ class Shards:
             record.share.data = own
         return record.share
 
-    def _gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
         if gradient is None:
             return None
@@ -140,13 +140,13 @@ class Shards:
 
     def _shares_with_gradients(
         self, parameters: Sequence[torch.nn.Parameter]
-    ) -> list[torch.nn.Parameter]:
+    ) -> list[torch.Tensor]:
         shares = list(map(self.share_of, parameters))
         for each, p in zip(shares, parameters, strict=True):
             each.grad = self._gradient_of(p)
         return shares
 
-    def _release(self, shares: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def _release(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
         for own in shares:
             for each in own:
                 each.grad = None
@@ -283,15 +283,10 @@ class Shards:
             if isinstance(value, torch.Tensor)
             and value.shape == self.share_of(parameters[index]).shape
         }
-        keys = [[index, key] for index, values in state.items() for key in values]
-        found_on = gather(self._collectives, [keys, list(own)], "hvdkit.shards.state")
-        if any(theirs != keys for theirs, _ in found_on.values()):
-            raise UsageError(
-                "the ranks have the state of different parameters in a sharded optimizer, of which "
-                "each rank has a share: expected load_state_dict() on all ranks, or on none"
-            )
+        self.check_state()
         # Where a share has one element, a number of the state may have the same shape.
-        divided = set(own).intersection(*(map(tuple, each) for _, each in found_on.values()))
+        found_on = gather(self._collectives, list(own), "hvdkit.shards.state").values()
+        divided = set(own).intersection(*(map(tuple, each) for each in found_on))
         wholes = []
         for index, key in sorted(divided, key=lambda each: (each[0], str(each[1]))):
             whole = self._whole(own[index, key], parameters[index])
@@ -309,6 +304,57 @@ class Shards:
             else value
             for key, value in values.items()
         }
+
+    def check_state(self) -> None:
+        """Check that all ranks have state of the same parameters. A collective.
+
+        Raises:
+            UsageError: on all ranks, if they have not.
+        """
+        state = self._reducer.optimizer().state
+        shares = map(self.share_of, self._reducer.parameters())
+        own = [sorted(map(str, state[each])) if each in state else [] for each in shares]
+        if len(set(map(str, gather(self._collectives, own, "hvdkit.shards.keys").values()))) > 1:
+            raise UsageError(
+                "the ranks have the state of different parameters in a sharded optimizer, of which "
+                "each rank has a share: expected load_state_dict() on all ranks, or on none"
+            )
+
+    def own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the `state_dict` with this rank's shares, for a checkpoint.
+
+        Args:
+            plain: returns the `state_dict` of the plain optimizer.
+
+        Raises:
+            UsageError: a parameter is not row-major.
+        """
+        for p in self._reducer.parameters():
+            if not p.is_contiguous():
+                raise UsageError(
+                    f"a parameter of a sharded optimizer has the shape {list(p.shape)} and the "
+                    f"strides {list(p.stride())}, and a checkpoint stores row-major shares: "
+                    f"expected contiguous parameters. Use "
+                    f"model.to(memory_format=torch.contiguous_format)"
+                )
+        with self.in_place_of_parameters():
+            return plain()
+
+    def part_of(self, value: torch.Tensor, parameter: torch.Tensor) -> int | None:
+        """Return the place of the first element of a share in the state; None for other state."""
+        if parameter.numel() < 2 or value.shape != self.share_of(parameter).shape:
+            return None
+        return self.first_of(parameter)
+
+    def first_of(self, parameter: torch.Tensor) -> int:
+        """Return the place of the first element of this rank's share."""
+        return self._bounds(parameter.numel())[0]
+
+    def empty_share(self, shape: Sequence[int], parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor of the shape of a share, if state of a shape is divided; else None."""
+        whole = tuple(shape) == tuple(parameter.shape) and parameter.numel() > 1
+        divided = whole and parameter.is_contiguous()
+        return torch.empty_like(self.share_of(parameter)) if divided else None
 
     def take_state(self) -> None:
         """Divide the state that the optimizer has for whole parameters. Not a collective."""

@@ -34,15 +34,15 @@ class TensorShards(Shards):
             if record.place is None:
                 record.place = load.index(min(load))
                 load[record.place] += record.parameter.numel()
-        return {record.parameter: record.place for record in planned}
+        return {record.parameter: record.place or 0 for record in planned}
 
     def _shares_with_gradients(
         self, parameters: Sequence[torch.nn.Parameter]
-    ) -> list[torch.nn.Parameter]:
+    ) -> list[torch.Tensor]:
         owners, own = self._owners(), self._collectives.place
         return [p for p in parameters if owners.get(p, 0) == own]
 
-    def _release(self, shares: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def _release(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
         """Do nothing: the shares are the parameters themselves."""
 
     @torch.no_grad()
@@ -105,6 +105,23 @@ class TensorShards(Shards):
         )
         found["state"] = {key: value for state in every for key, value in state.items()}
         return found
+
+    def own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Shards`. Whole states on each rank; a collective."""
+        return self.state_dict(plain)
+
+    def part_of(self, value: torch.Tensor, parameter: torch.Tensor) -> None:
+        """See `Shards`: no state is divided."""
+
+    def empty_share(self, shape: Sequence[int], parameter: torch.Tensor) -> None:
+        """See `Shards`: no state is divided."""
+
+    def check_state(self) -> None:
+        """See `Shards`: the ranks have state of different parameters."""
+
+    def share_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """See `Shards`: the parameter itself is the key of its state."""
+        return parameter
 
     def take_state(self) -> None:
         """Drop the state of the parameters of other owners. Not a collective."""

@@ -346,6 +346,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         found: dict[str, Any] = plain() if self.shards is None else self.shards.state_dict(plain)
         return found
 
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: with `shard`, that of this rank's shares."""
+        plain = super().state_dict
+        return plain() if self.shards is None else self.shards.own_state_dict(plain)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the plain optimizer's state, and drop accumulated gradients."""
         self.discard_accumulated()
@@ -354,11 +359,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.shards.take_state()
 
     def full_gradients(self) -> list[torch.Tensor | None]:
-        """Return the reduced gradient of each parameter. With `shard`, a collective.
+        """Reduce the gradients, and return the whole gradient of each parameter. A collective.
 
         Returns:
             For each parameter, in the order of `param_groups`, a tensor of its shape, or None.
+
+        Raises:
+            UsageError: inside an accumulation window.
         """
+        if not self.reduce():
+            raise UsageError(
+                "full_gradients() was called inside an accumulation window, whose gradients are "
+                "not reduced yet: call it after the last pass of the window"
+            )
         if self.shards is None:
             return [p.grad for p in self.reducer.parameters()]
         return self.shards.full_gradients()

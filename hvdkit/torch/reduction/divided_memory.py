@@ -1,4 +1,4 @@
-"""The gradients of a bucket that is divided among the ranks, and the memory that they are packed into.
+"""The gradients of a bucket that is divided among the ranks, and the memory of the bucket.
 
 A buffer has a section for each rank, with this rank's share of each gradient: see `Bucket`. After a
 round, `p.grad` is a `DividedGradient`, so that the whole gradient uses no memory.
@@ -83,9 +83,7 @@ class DividedMemory:
         flat = self._used[-1][:elements]
         sections = flat.view(self._bucket.sections, -1)
         sources, targets = [], []
-        for p, at, length in zip(
-            self._parameters, self._bucket.offsets, self._shares, strict=True
-        ):
+        for p, at, length in zip(self._parameters, self._bucket.offsets, self._shares, strict=True):
             place, gradient = sections[:, at : at + length], p.grad
             if (
                 gradient is None
@@ -154,9 +152,7 @@ class DividedMemory:
     def _set(self, section: torch.Tensor | None) -> None:
         """Set the gradients to the shares in a section; None while they are reduced."""
         place = self._collectives.place
-        for p, at, length in zip(
-            self._parameters, self._bucket.offsets, self._shares, strict=True
-        ):
+        for p, at, length in zip(self._parameters, self._bucket.offsets, self._shares, strict=True):
             if p.grad is None and not p.requires_grad:
                 continue
             own = None

@@ -320,7 +320,7 @@ class World:
         if of is None:
             self.largest = 0.0
         named = [named for named, _ in pairs]
-        whole = self.whole_gradients()
+        whole = self.whole_gradients(of)
         self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else whole[p], named)
         for (name, p), q in pairs:
             own = torch.zeros_like(p) if p.grad is None else whole[p].detach()
@@ -334,13 +334,17 @@ class World:
             else:
                 q.grad.copy_(own)
 
-    def whole_gradients(self) -> dict[nn.Parameter, Any]:
-        """Return the gradient of each parameter. A collective if the ranks divide it."""
+    def whole_gradients(self, of: Any) -> dict[nn.Parameter, Any]:
+        """Return the gradient of each parameter. A collective if the ranks divide it.
+
+        Args:
+            of: the wrapped optimizer of the parameters; None for all.
+        """
         if self.setting.shard is None:
             return {p: p.grad for p in self.model.parameters()}
         return {
             p: gradient
-            for own, _ in self.each()
+            for own in ([each for each, _ in self.each()] if of is None else [of])
             for p, gradient in zip(
                 (p for group in own.param_groups for p in group["params"]),
                 own.full_gradients(),

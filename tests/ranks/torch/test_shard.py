@@ -1,4 +1,4 @@
-"""`shard="optimizer"`: each rank updates its share of the parameters, with the replicated result."""
+"""`shard="optimizer"`: each rank updates its share of the parameters. The result is the same."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import batch_of, loss_of, small_model
 
 MAKERS = {
@@ -87,7 +88,7 @@ def test_each_rank_has_its_share_of_the_state(hvd):
 
 
 class Scale(nn.Module):
-    """Parameters of other kinds: complex, without dimensions, empty, and in another memory order."""
+    """Other parameters: complex, without dimensions, empty, and in another memory order."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +238,7 @@ def test_what_cannot_be_divided_is_an_error(hvd):
 
 def test_a_shard_on_one_rank_only_is_an_error(hvd):
     model = small_model()
-    optimizer = hvd.DistributedOptimizer(
+    _optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), shard="optimizer" if hvd.rank() == 1 else None
     )
     with pytest.raises(RankMismatchError, match="shard"):
@@ -255,7 +256,32 @@ def test_a_state_of_one_rank_only_is_an_error(hvd):
 
 
 def test_the_state_is_broadcast(hvd):
-    model, optimizer = train(hvd, MAKERS["adamw"], range(2), shard="optimizer")
+    _, optimizer = train(hvd, MAKERS["adamw"], range(2), shard="optimizer")
     before = copy.deepcopy(optimizer.state_dict())
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", ["adamw", "sgd"])
+def test_checkpoints_fit_sharded_and_replicated_optimizers(hvd, make):
+    with shared_folder(hvd) as root:
+        checkpoints_fit(hvd, root, make)
+
+
+def checkpoints_fit(hvd, root, make):
+    whole = train(hvd, MAKERS[make], range(6))
+    for first, then in (("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")):
+        folder = root / f"{first}-{then}"
+        model, optimizer = train(hvd, MAKERS[make], range(3), shard=first)
+        with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.save(3)
+        model = model_of()
+        plain = MAKERS[make](model.parameters())
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), shard=then)
+        with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            assert checkpointer.restore().step == 3
+        for step in range(3, 6):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(hvd.rank(), step, torch.float32)).backward()
+            optimizer.step()
+        assert_equal(hvd, (model, optimizer), whole)
