@@ -116,6 +116,10 @@ class Backend(Protocol[Buffer, Handle]):
         """Start to gather every rank's `rows`."""
         ...
 
+    def is_done(self, handle: Handle) -> bool:
+        """Return whether `wait` would return at once."""
+        ...
+
     def wait(self, handle: Handle) -> Any:
         """Wait for a collective and return its result, or raise the framework's error."""
         ...

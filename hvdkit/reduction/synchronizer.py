@@ -352,6 +352,15 @@ class Synchronizer(Generic[Buffer, Handle]):
         reduction = self._round.packed.pop(bucket.index)
         self._start_request(reduction)
         self._round.reductions[bucket.index] = reduction
+        if bucket.sections > 1:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        """Unpack the buckets whose sums are complete, so that others can use their memory."""
+        for each in self._round.reductions.values():
+            if each.handle is not None and self.backend.is_done(each.handle):
+                handle, each.handle = each.handle, None
+                self._advance(each, self.backend.wait(handle))
 
     def _advance(self, reduction: _RunningReduction[Buffer, Handle], result: Any) -> None:
         """Send a result to a bucket reduction; start the collective that it requests next."""

@@ -144,6 +144,10 @@ class TorchBackend:
             values.dtype,
         )
 
+    def is_done(self, handle: Any) -> bool:
+        """See `Backend`; False for a handle of several collectives."""
+        return isinstance(handle, int) and bool(mpi_ops.poll(handle))
+
     def wait(self, handle: Any) -> Any:
         """Wait for `sum`, `sum_blocks` or `gather`. Raises HorovodInternalError on failure."""
         if isinstance(handle, int):

@@ -81,7 +81,7 @@ SEARCHES = {
     "clipped": (_CLIPPED, 6, 300),
     "several": (_SEVERAL, 7, 1200),
     "compiled": (_COMPILED, 2, 40),
-    "sharded": (_SHARDED, 60, 600),
+    "sharded": (_SHARDED, 25, 600),
 }
 
 
