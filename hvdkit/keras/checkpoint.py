@@ -25,6 +25,7 @@ from hvdkit.checkpoint.step_boundary import window_boundary
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.callback_states import CallbackStates
 from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.elastic import UpdateEpochStateCallback
 from hvdkit.keras.fit.collective_callbacks import LastCallback
@@ -32,7 +33,6 @@ from hvdkit.keras.fit.epoch_begin import EpochBegin
 from hvdkit.keras.fit.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.further_optimizers import build_for_training
 from hvdkit.keras.items import (
-    CallbackStates,
     OwnVariables,
     items_of,
     metric_variables,

@@ -13,9 +13,9 @@ import numpy as np
 
 from hvdkit.checkpoint.state import Tree
 from hvdkit.keras import backend
+from hvdkit.keras.callback_states import CallbackStates
 from hvdkit.keras.fit.learning_rates import EpochRates, rate_variables
 from hvdkit.keras.further_optimizers import all_optimizers
-from hvdkit.keras.items import CallbackStates
 from hvdkit.keras.model_state import variables_of
 from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 
