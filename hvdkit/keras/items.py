@@ -1,5 +1,6 @@
 """Stateful items of Keras for checkpoints; see `hvdkit.checkpoint.state`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,19 +98,14 @@ class Layout:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._layout: Tree = None
-        self._others: dict[str, Any] = {}
-        # The optimizers that were built when the layout was looked up.
-        self._built: Sequence[str] = ()
+        # Looked up once for the same built optimizers, because Keras then reads all variables.
+        self._look_up = functools.lru_cache(maxsize=1)(self._look_up_with)
 
     def save(self) -> Tree:
         """Return the layout, and the tensors that are neither weights nor optimizer state."""
-        built = list(built_optimizers(self._model))
-        if self._layout is None or self._built != built:
-            self._others = {}
-            self._layout, self._built = self._look_up(), built
-        others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
-        return {h5.LAYOUT: self._layout, "others": others}
+        layout, others = self._look_up(tuple(built_optimizers(self._model)))
+        tensors = {name: backend.tensor_of(variable) for name, variable in others.items()}
+        return {h5.LAYOUT: layout, "others": tensors}
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return memory to read the other tensors into. `restore` ignores them."""
@@ -119,7 +115,13 @@ class Layout:
     def restore(self, tree: Tree) -> None:
         """Ignore the saved layout."""
 
-    def _look_up(self) -> Tree:
+    def _look_up_with(self, built: Sequence[str]) -> tuple[Tree, dict[str, Any]]:  # noqa: ARG002
+        """Return the layout, and name -> variable for the other tensors.
+
+        Args:
+            built: the names of the optimizers that are built.
+        """
+        others: dict[str, Any] = {}
         recorder = _Recorder()
         try:
             saving_lib._save_state(
@@ -131,7 +133,7 @@ class Layout:
             )
         except Exception as error:
             # An error in the code of a layer. It affects an export only.
-            return f"the layout is unknown ({type(error).__name__}: {error})"
+            return f"the layout is unknown ({type(error).__name__}: {error})", others
         optimizer = self._model.optimizer
         known = {
             id(variable): (part, name)
@@ -154,15 +156,15 @@ class Layout:
                     return (
                         f"{path or type(self._model).__name__} computes the value that it saves as "
                         f"{key!r}, so this value is not a copy of a variable"
-                    )
+                    ), others
                 if id(value) not in known:
                     other = f"{path}/{key}"
-                    self._others[other] = value
+                    others[other] = value
                     # The name of this tensor in the checkpoint.
                     known[id(value)] = (h5.PART, f"others.{other}")
                 entries.append([key, *known[id(value)]])
             layout.append([path, name, entries])
-        return layout
+        return layout, others
 
     def _of_optimizer(self, path: str, key: str, value: Any) -> Any:
         """Return the optimizer's variable if `value` is a copy of it; otherwise `value`."""
