@@ -62,13 +62,11 @@ class Job:
     Attributes:
         plan: as given.
         facts: the answer of each rank to its start, by rank.
-        peak: the largest peak of a rank's resident memory in bytes, after `finish`.
     """
 
     def __init__(self, plan: JobPlan, place: Place, folder: Path) -> None:
         self.plan = plan
         self.facts: list[dict[str, Any]] = []
-        self.peak = 0
         self._place = place
         self._folder = folder
         self._group: RankGroup | None = None
@@ -167,15 +165,20 @@ class Job:
         """Return the unshared memory of all ranks together, in bytes."""
         return self._usage("memory")
 
-    def finish(self) -> None:
-        """Let the ranks end by themselves."""
+    def finish(self) -> int:
+        """Let the ranks end by themselves.
+
+        Returns:
+            The largest peak of a rank's resident memory, in bytes.
+        """
         self.resume()
-        self.peak = max(answer["peak"] for answer in self.ask("finish"))
+        peak = max(int(answer["peak"]) for answer in self.ask("finish"))
         assert self._group is not None
         # Keep the connections until the ranks have ended: a guard whose connection has ended kills
         # its rank some seconds later.
         self._group.wait(_END_SECONDS)
         self._close_connections()
+        return peak
 
     def close(self) -> None:
         """End the ranks in any state. May be called again."""
