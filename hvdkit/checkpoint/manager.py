@@ -33,9 +33,9 @@ from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import RankItem, StatefulItem
 from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary
+from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.store import StepSearch, Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.runtime.counters import counters
 from hvdkit.runtime.script_end import note_end_with

@@ -15,8 +15,8 @@ from hvdkit.checkpoint.pruning import of_older_runs, prunable
 from hvdkit.checkpoint.reading import Outline
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.errors import UsageError
 from tests.unit.checkpoint.material import (
     assert_holds,
