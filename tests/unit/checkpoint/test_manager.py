@@ -1498,7 +1498,7 @@ def test_a_writing_thread_that_ends_is_an_error(place, monkeypatch):
     def ended(*_):
         raise SystemExit(1)
 
-    monkeypatch.setattr("hvdkit.checkpoint.writing._contents", ended)
+    monkeypatch.setattr("hvdkit.checkpoint.writing.contents", ended)
 
     def run(collectives):
         saving = make(collectives, place)
