@@ -238,13 +238,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 f"{type(self).__name__} cannot set the rate: make the optimizer with a number, or "
                 f"omit the callback"
             )
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
-            if not self.steps_per_epoch:
-                raise UsageError(
-                    f"the number of batches in an epoch is unknown: pass steps_per_epoch to "
-                    f"{type(self).__name__}"
-                )
+        if not self.staircase and not self._steps:
+            raise UsageError(
+                f"the number of batches in an epoch is unknown: pass steps_per_epoch to "
+                f"{type(self).__name__}"
+            )
+
+    @property
+    def _steps(self) -> int:
+        """The number of batches in an epoch of this `fit`; 0 if it is unknown."""
+        return self.steps_per_epoch or self.params.get("steps") or 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.current_epoch = epoch
@@ -254,8 +257,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._set_rate(self.initial_lr * self.multiplier(epoch + batch / self.steps_per_epoch))
+            self._set_rate(self.initial_lr * self.multiplier(epoch + batch / self._steps))
         elif batch == 0:
             self._set_rate(self.initial_lr * self.multiplier(epoch))
 
@@ -301,8 +303,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             # An execution trains `steps_per_execution` batches with one rate. Use the fractional
             # epoch at the end of the execution, but not more than the end of the current epoch.
-            assert self.steps_per_epoch is not None
-            ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
+            ahead = getattr(self.model, "steps_per_execution", 1) / self._steps
             epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
             size = backend.hvd.size()
             return float(1.0 / size * (epoch * (size - 1) / warmup_epochs + 1))
