@@ -148,9 +148,9 @@ class Layout:
             part = f"{attribute}.variables"
             known |= {id(v): (_FURTHER, f"{part}.{name}") for name, v in variables.items()}
         layout: list[Any] = []
-        for path, name, values in recorder.groups:
-            entries = []
-            for key, given in values:
+        for group in recorder.groups:
+            path, entries = group.path, []
+            for key, given in group.values:
                 value = self._of_optimizer(path, key, given)
                 if not isinstance(value, keras.Variable):
                     return (
@@ -163,7 +163,7 @@ class Layout:
                     # The name of this tensor in the checkpoint.
                     known[id(value)] = (h5.PART, f"others.{other}")
                 entries.append([key, *known[id(value)]])
-            layout.append([path, name, entries])
+            layout.append([path, group.name, entries])
         return layout, others
 
     def _of_optimizer(self, path: str, key: str, value: Any) -> Any:
@@ -178,37 +178,46 @@ class Layout:
         return variable if same else value
 
 
+class _Group:
+    """The values that Keras would write to one group of a file.
+
+    Attributes:
+        path: of the group.
+        name: of the layer or optimizer; None if Keras gives none.
+        values: key and value, in order.
+    """
+
+    def __init__(self, path: str, name: str | None) -> None:
+        self.path = path
+        self.name = name
+        self.values: list[tuple[str, Any]] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values.append((key, value))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
 class _Recorder(saving_lib.H5IOStore):
     """A store that records the values that Keras would write to a file."""
 
     def __init__(self) -> None:
         self.mode = "w"
-        #: Path, name, and the keys and values of each group.
-        self.groups: list[tuple[str, str | None, list[tuple[str, Any]]]] = []
-        self._open: list[tuple[str, Any]] | None = None
-        self._path = ""
+        self._made: list[_Group] = []
 
     def __bool__(self) -> bool:
         return True
 
     def make(self, path: str, metadata: dict[str, Any] | None = None) -> Any:
-        self._path, self._open = path, None
-        if metadata:
-            self._begin(metadata.get("name"))
-        return self
+        group = _Group(path, metadata.get("name") if metadata else None)
+        self._made.append(group)
+        return group
 
-    def _begin(self, name: str | None) -> None:
-        self._open = []
-        self.groups.append((self._path, name, self._open))
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if self._open is None:
-            self._begin(None)
-        assert self._open is not None
-        self._open.append((key, value))
-
-    def __len__(self) -> int:
-        return len(self._open or ())
+    @property
+    def groups(self) -> list[_Group]:
+        """The groups that have a name or values."""
+        return [group for group in self._made if group.name is not None or group.values]
 
 
 class OwnVariables:
