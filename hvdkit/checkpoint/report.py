@@ -323,16 +323,15 @@ class _PlainProgress:
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console, self._title, self._total = console, title, total
-        self._done = self._said = 0
+        self._done = 0
 
     def __call__(self, count: int) -> None:
-        self._done += count
+        before, self._done = self._done, self._done + count
         if self._total < self._SHORT:
             return
-        percent = 100 * self._done // self._total
-        if percent >= self._said + _PLAIN_STEP:
-            self._said = percent - percent % _PLAIN_STEP
-            _print(self._console, f"{self._title}: {self._said} %")
+        said, parts = (100 * done // self._total // _PLAIN_STEP for done in (before, self._done))
+        if parts > said:
+            _print(self._console, f"{self._title}: {_PLAIN_STEP * parts} %")
 
 
 def _print(console: Console, text: str) -> None:
