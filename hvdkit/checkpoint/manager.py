@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import hvdkit
 from hvdkit.agreement.collectives import Collectives
@@ -18,7 +18,7 @@ from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.checkpoint import calls, memory
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.calls import StepWord
-from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
+from hvdkit.checkpoint.checkpointers import Checkpointers, end_process, stopped
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.host_memory import HostMemory
 from hvdkit.checkpoint.manifest import check_part_name
@@ -29,16 +29,15 @@ from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Prepared, Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
 from hvdkit.checkpoint.sharding import ShardedItem
-from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
+from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import RankItem, StatefulItem
-from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary
+from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary, misplaced
 from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.store import StepSearch, Store
-from hvdkit.errors import RESUMABLE, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.runtime.counters import counters
-from hvdkit.runtime.script_end import note_end_with
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
@@ -391,7 +390,7 @@ class Manager:
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
         waits, never = self._boundary.ask()
-        wrong = self._schedule.error_at(step) or (_misplaced(step) if never else None)
+        wrong = self._schedule.error_at(step) or (misplaced(step) if never else None)
         first = 0
         if self._first:
             first += calls.LATE * self._schedule.is_late()
@@ -453,7 +452,7 @@ class Manager:
             UsageError, CheckpointError: see `save`.
         """
         self.save(step, epoch, metrics, wait=True)
-        raise _stopped(self._checkpointers.request, self._step, self._first)
+        raise stopped(self._checkpointers.request, self._step, self._first)
 
     def record_signals(self) -> None:
         """Record stop signals from now on, for the next `maybe_save`. Not a collective.
@@ -774,7 +773,7 @@ class Manager:
         request = self._checkpointers.request
         if keep_signals and self._step is not None and not self._is_archive:
             # Horovod may be shut down, so this does not ask for the rank.
-            request.end_process = partial(_end_process, request, self._step, self.run is not None)
+            request.end_process = partial(end_process, request, self._step, self.run is not None)
         self._checkpointers.remove(self)
         self._signals.remove(keep_signals)
         self._writer.close()
@@ -817,36 +816,3 @@ class Manager:
                 "the checkpointer is closed: make a new one. In Keras, a fit with a Checkpoint "
                 "inside another fit closes the Checkpoint of the outer fit"
             )
-
-
-def _stopped(request: StopRequest, step: int | None, speaks: bool) -> Stopped:
-    """Return the exception that ends this process.
-
-    Args:
-        request: is answered with it.
-        step: the last step that was saved.
-        speaks: whether this rank logs messages.
-    """
-    if speaks:
-        _log.warning(
-            "asked to stop%s: step %s is saved, and the job can be resumed; exit status %d",
-            *(f" ({request.asked})" if request.asked else "", step, RESUMABLE),
-        )
-    request.answer()
-    note_end_with(RESUMABLE)
-    return Stopped(step or 0)
-
-
-def _end_process(request: StopRequest, step: int, speaks: bool, number: int | None) -> NoReturn:
-    if number is not None:
-        request.record(number)
-    raise _stopped(request, step, speaks)
-
-
-def _misplaced(step: int) -> UsageError:
-    return UsageError(
-        f"maybe_save({step}) was called between a backward pass and the step that uses its "
-        f"gradients, as all calls since an earlier step were. A checkpoint has no gradients, so "
-        f"none of them could save. Call it after the steps of the optimizers. If no step uses the "
-        f"gradients of a pass, call optimizer.zero_grad() before it"
-    )
