@@ -8,7 +8,6 @@ clock, a signal, a failed write) are communicated before a decision depends on t
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -26,6 +25,7 @@ from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.replaced_state import follow
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
+from hvdkit.checkpoint.saved_steps import Restored, SavedStep, best_of, described
 from hvdkit.checkpoint.saving import Prepared, Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
 from hvdkit.checkpoint.sharding import ShardedItem
@@ -43,40 +43,6 @@ _log = logging.getLogger("hvdkit.checkpoint")
 
 # Seconds between two messages of the first rank to the others while it waits for a write.
 _WAIT_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The step that a job resumes from.
-
-    Attributes:
-        step: as given to `save`.
-        epoch: as given to `save`.
-        metrics: as given to `save`.
-        world_size: the number of ranks of the job that saved it.
-    """
-
-    step: int
-    epoch: int | None
-    metrics: Mapping[str, float]
-    world_size: int
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """A step that can be restored.
-
-    Attributes:
-        step: as given to `save`.
-        epoch: as given to `save`.
-        metrics: as given to `save`.
-        location: its path or URL.
-    """
-
-    step: int
-    epoch: int | None
-    metrics: Mapping[str, float]
-    location: str
 
 
 class Manager:
@@ -615,7 +581,8 @@ class Manager:
         self._begin("steps")
         self._finish("steps")
         return [
-            SavedStep(**fields) for fields in call_on_first(self._collectives, self._list_steps)
+            SavedStep(**fields)
+            for fields in call_on_first(self._collectives, lambda: described(self._store))
         ]
 
     def latest(self) -> int | None:
@@ -643,16 +610,7 @@ class Manager:
                 metric.
             CheckpointError: see `steps`.
         """
-        wanted, steps = KeepBest(metric, mode), self.steps()
-        if steps and not any(metric in saved.metrics for saved in steps):
-            known = sorted({name for saved in steps for name in saved.metrics})
-            expected = (
-                f"expected one of {', '.join(known)}"
-                if known
-                else (f"save() was called without metrics: pass metrics={{{metric!r}: ...}}")
-            )
-            raise UsageError(f"no step has the metric {metric!r}: {expected}")
-        return wanted.of([(saved.step, saved.metrics) for saved in steps])
+        return best_of(self.steps(), KeepBest(metric, mode))
 
     def delete(self, step: int) -> None:
         """Delete a step of the newest run. A collective.
@@ -676,17 +634,6 @@ class Manager:
             problem = error
         told = exchange(self._collectives, {"step": repr(step)}, problem)
         compare(self._collectives, [each["step"] for each in told], subject)
-
-    def _list_steps(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "step": info.step,
-                "epoch": info.manifest.epoch,
-                "metrics": dict(info.manifest.metrics),
-                "location": info.location,
-            }
-            for info in self._store.steps_of_newest_run()
-        ]
 
     def wait(self) -> None:
         """Wait until everything is on the disk. A collective.
