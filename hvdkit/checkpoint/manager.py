@@ -41,9 +41,6 @@ from hvdkit.runtime.counters import counters
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-# Seconds between two messages of the first rank to the others while it waits for a write.
-_WAIT_SECONDS = 60.0
-
 
 class Manager:
     """Save and restore a job's state. A context manager.
@@ -548,7 +545,7 @@ class Manager:
             CheckpointError: on all ranks: the folder cannot be read.
         """
         self._begin("restore")
-        self._check_step(step, "the step to continue at")
+        calls.check_step(self._collectives, step, "the step to continue at")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
         self._step = step
@@ -580,10 +577,8 @@ class Manager:
         """
         self._begin("steps")
         self._finish("steps")
-        return [
-            SavedStep(**fields)
-            for fields in call_on_first(self._collectives, lambda: described(self._store))
-        ]
+        listed = call_on_first(self._collectives, lambda: described(self._store))
+        return [SavedStep(**fields) for fields in listed]
 
     def latest(self) -> int | None:
         """Return the step that was saved last; None if there is none. A collective.
@@ -610,7 +605,8 @@ class Manager:
                 metric.
             CheckpointError: see `steps`.
         """
-        return best_of(self.steps(), KeepBest(metric, mode))
+        wanted = KeepBest(metric, mode)
+        return best_of(self.steps(), wanted)
 
     def delete(self, step: int) -> None:
         """Delete a step of the newest run. A collective.
@@ -622,18 +618,8 @@ class Manager:
         """
         self._begin("delete")
         self._finish("delete")
-        self._check_step(step, "the step to delete")
+        calls.check_step(self._collectives, step, "the step to delete")
         call_on_first(self._collectives, lambda: self._writer.delete(step))
-
-    def _check_step(self, step: int, subject: str) -> None:
-        """Raise UsageError on all ranks if a step is not valid, or differs. A collective."""
-        problem: Exception | None = None
-        try:
-            check_number("step", step)
-        except UsageError as error:
-            problem = error
-        told = exchange(self._collectives, {"step": repr(step)}, problem)
-        compare(self._collectives, [each["step"] for each in told], subject)
 
     def wait(self) -> None:
         """Wait until everything is on the disk. A collective.
@@ -662,25 +648,8 @@ class Manager:
             )
 
     def _finish(self, call: str, consequence: str = "") -> None:
-        """Wait for the current write, if any. A collective.
-
-        The ranks communicate while they wait, so that Horovod does not report a stall.
-
-        Args:
-            call: the name of the calling method, the same on all ranks.
-            consequence: added to an error.
-        """
-        going_on = True
-        while going_on:
-            problem: Exception | None = None
-            message: dict[str, Any] = {}
-            try:
-                if self._first:
-                    message["going on"] = not self._writer.finished(_WAIT_SECONDS)
-            except Exception as error:
-                problem = error
-            told = calls.exchange_in_call(self._collectives, call, message, problem, consequence)
-            going_on = told[0]["going on"]
+        """Wait for the current write, if any. A collective, see `calls.finish`."""
+        calls.finish(self._collectives, call, self._writer.finished, consequence)
 
     def close(self) -> None:
         """Wait for the current write and release the storage. A collective; may be called twice.
@@ -737,7 +706,7 @@ class Manager:
             return
         self._closed = True
         try:
-            while not self._writer.finished(_WAIT_SECONDS):
+            while not self._writer.finished(calls.WAIT_SECONDS):
                 pass
         except Exception as error:
             _log.error("the last save failed: %s", error)
