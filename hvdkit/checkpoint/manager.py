@@ -312,7 +312,7 @@ class Manager:
                 "not keep this step",
                 *(name, ", ".join(sorted(metrics))),
             )
-        self._unknown_metrics |= missing
+        self._unknown_metrics.update(missing)
 
     @counters.timing_checkpoint
     def maybe_save(

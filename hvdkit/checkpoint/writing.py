@@ -6,6 +6,7 @@ visible. Then it deletes the steps that retention does not keep.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -70,7 +71,7 @@ class Writer:
             entries = self._writer.entries()
             newest = newest_run(entries)
             expect_manifests((e for e in entries if e.run == newest), str(storage))
-            self._next_run = self._writer.next_run(entries)
+            self._new_runs = itertools.count(self._writer.next_run(entries))
             # A step above this one is progress; -1 for every step.
             self._highest = -1
             if newest is None or new_run or run not in (None, newest):
@@ -189,10 +190,9 @@ class Writer:
 
     def _begin_run(self, entries: Sequence[Entry]) -> int:
         """Return the number of a new run."""
-        run, self._next_run = self._next_run, self._next_run + 1
         # A job that begins a run at each restart makes no progress. It must not restart forever.
         self._highest = max((entry.step for entry in entries), default=-1)
-        return run
+        return next(self._new_runs)
 
     def _commit(
         self, step: int, put_files: PutFiles, withdrawn: threading.Event | None = None
