@@ -24,6 +24,7 @@ from hvdkit.keras.callback_states import CallbackStates
 from hvdkit.keras.data import check_loaders_of, check_steps, samplers_read
 from hvdkit.keras.fit.collective_callbacks import LastCallback
 from hvdkit.keras.fit.epoch_begin import EpochBegin
+from hvdkit.keras.fit.metrics import numbers_of
 from hvdkit.keras.fit.progress import Progress, warn_without_epochs
 from hvdkit.keras.fit.resuming import ResumedEpoch, set_next_epoch
 from hvdkit.keras.fit.saved_fit import SavedFit, open_fit
@@ -400,7 +401,7 @@ class Checkpoint(LastCallback):
         position = replace(progress.position, stopped=bool(self.model.stop_training))
         progress.position, progress.epoch_began = position, None
         self._begin.epoch_ends(self.model, fit.callbacks)
-        metrics = _numbers(logs)
+        metrics = numbers_of(logs)
         wanted = position.stopped or position.epoch == self._epochs
         if self._every_epochs is not None:
             wanted = wanted or position.epoch % self._every_epochs == 0
@@ -436,13 +437,3 @@ class Checkpoint(LastCallback):
         self._running.manager.close()
         if self._elastic:
             end_position(self._store.location)
-
-
-def _numbers(logs: dict[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, value in logs.items():
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return found

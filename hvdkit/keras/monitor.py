@@ -12,6 +12,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.fit.collective_callbacks import LastCallback
+from hvdkit.keras.fit.metrics import numbers_of
 from hvdkit.keras.models import main_optimizer
 from hvdkit.keras.multi_optimizer import updating_optimizers
 from hvdkit.keras.optimizer import distribution_of
@@ -141,10 +142,7 @@ class MonitorCallback(LastCallback):
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in the logs of Keras; a custom `train_step` may return anything."""
-    found = {}
-    for name, value in logs.items():
-        with contextlib.suppress(TypeError, ValueError):
-            found[str(name)] = float(value)
+    found = numbers_of(logs)
     return {name: x for name, x in found.items() if not name.startswith(metrics.RESERVED)}
 
 
