@@ -258,15 +258,11 @@ def build_metrics(model: Any, epoch: Any) -> None:
         model._symbolic_build(data_batch=epoch._distributed_dataset.element_spec)
 
 
-def reduce(
-    reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]
-) -> tuple[list[Any], Any]:
+def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
     """Reduce gradients of `keras.Variable`s; see `reduce` of the backend's `GradientReducer`."""
-    tensors = [variables]
-    if NAME == "torch":
-        tensors = [[v.value for v in variables], [v.path for v in variables]]
-    reduced, skips = reducer.reduce(gradients, *tensors)
-    return list(reduced), skips
+    if NAME == "tensorflow":
+        return reducer.reduce(gradients, variables)
+    return reducer.reduce(gradients, [v.value for v in variables], [v.path for v in variables])
 
 
 def maximum(values: Sequence[Any], name: str, process_set: Any) -> list[Any]:
