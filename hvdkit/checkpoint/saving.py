@@ -20,8 +20,8 @@ from hvdkit.checkpoint.state import (
     StatefulItem,
     Tree,
 )
+from hvdkit.checkpoint.step_files import EncodedPart, rank_to_bytes
 from hvdkit.checkpoint.storage import check_number
-from hvdkit.checkpoint.writing import EncodedPart, rank_to_bytes
 from hvdkit.errors import UsageError
 
 

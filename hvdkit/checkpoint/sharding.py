@@ -22,8 +22,8 @@ from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.state import Discarded, Tensor, TensorSpec, Tree
+from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.writing import EncodedPart
 from hvdkit.errors import UsageError
 
 #: Bytes that all ranks together send in one gather.

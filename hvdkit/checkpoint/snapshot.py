@@ -9,8 +9,8 @@ import numpy as np
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.memory import ALIGNMENT, Allocate
 from hvdkit.checkpoint.state import Tensor, TensorSpec, Tree
+from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.writing import EncodedPart
 
 _K = TypeVar("_K")
 
