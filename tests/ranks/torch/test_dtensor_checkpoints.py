@@ -18,11 +18,14 @@ KINDS = ["tensor", "fsdp", "columns", "fsdp of tensor", "replicated", "everywher
 
 
 class Block(test_dtensors.Block):
-    """A block with dimensions that two ranks divide unevenly."""
+    """A block with a dimension that ranks divide unevenly."""
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 5), nn.Linear(5, 8)
+        self.odd, self.even = nn.Linear(8, 5), nn.Linear(5, 8)
+
+    def forward(self, x):
+        return self.even(self.odd(super().forward(x)))
 
 
 def block(seed=0):
@@ -39,7 +42,8 @@ def parallelize(model, mesh, kind):
 
     how = {"mesh": mesh["model"]}
     if kind == "columns":
-        how["shard_placement_fn"] = lambda p: Shard(p.dim() - 1)
+        # FSDP2 divides only the first dimension unevenly.
+        how["shard_placement_fn"] = lambda p: Shard(int(p.dim() > 1 and p.shape[1] % 2 == 0))
     if kind == "fsdp of tensor":
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
