@@ -251,37 +251,72 @@ class Gather:
         Returns:
             On the first rank, part -> name -> the spec and the content of each whole tensor.
         """
-        for subject, own in self._own.items():
-            dtype, shape, *_ = self.layout[subject]
-            # Of several copies, the first one is sent.
-            boxes = [_box(layout[subject]) for layout in layouts]
-            sent = [bool(math.prod(b[1])) and b not in boxes[:k] for k, b in enumerate(boxes)]
-            rows = [
-                math.prod(counts[1:]) * ELEMENT_BYTES[dtype] if each else 0
-                for each, (_, counts) in zip(sent, boxes, strict=True)
-            ]
-            step = max(_ROUND_BYTES // len(layouts) // max(*rows, 1), 1)
-            longest = max(
-                (counts[0] for each, (_, counts) in zip(sent, boxes, strict=True) if each),
-                default=0,
-            )
-            here = rows[collectives.ranks.index(collectives.rank)]
-            whole = self._wholes[subject][-1] if subject in self._wholes else None
-            for begin in range(0, longest, step):
-                piece = own[begin * here : (begin + step) * here].tobytes()
-                received = gather(collectives, piece, "hvdkit.checkpoint.shards")
-                if whole is None:
-                    continue
-                view = whole.reshape(*(shape or [1]), -1)
-                for (first, counts), data in zip(boxes, received, strict=True):
-                    if data:
-                        place = [slice(f, f + n) for f, n in zip(first, counts, strict=True)]
-                        region = view[(*place,)][begin : begin + step]
-                        region[...] = np.frombuffer(data, np.uint8).reshape(region.shape)
+        own = collectives.ranks.index(collectives.rank)
+        for pieces in _rounds(layouts):
+            sent = (self._own[p.subject][p.places[own]] for p in pieces)
+            data = b"".join(content.tobytes() for content in sent)
+            received = gather(collectives, data, "hvdkit.checkpoint.shards")
+            for rank, data in enumerate(received):
+                content = memoryview(data)
+                for piece in pieces if data else ():
+                    place = piece.places[rank]
+                    length = place.stop - place.start
+                    *_, whole = self._wholes[piece.subject]
+                    piece.write(layouts[rank][piece.subject], content[:length], whole)
+                    content = content[length:]
         found: dict[str, dict[str, tuple[TensorSpec, np.ndarray]]] = {}
         for part, name, spec, memory in self._wholes.values():
             found.setdefault(part, {})[name] = (spec, memory)
         return found
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of the ranks' parts of a tensor. A row is an index in the first dimension.
+
+    Attributes:
+        subject: the name of the tensor in the layouts.
+        begin: the first row, counted from the first one of each part.
+        places: the bytes in the part of each rank; empty for a rank that sends nothing.
+    """
+
+    subject: str
+    begin: int
+    places: Sequence[slice]
+
+    def write(self, entry: Sequence[Any], content: memoryview[Any], whole: np.ndarray) -> None:
+        """Write the bytes of a rank, which has `entry` in its layout, into the whole tensor."""
+        if content:
+            view = whole.reshape(*(entry[1] or [1]), -1)
+            box = [slice(f, f + n) for f, n in zip(*_box(entry), strict=True)]
+            rows = view[(*box,)][self.begin :]
+            rows = rows[: len(content) // rows[0].size]
+            rows[...] = np.frombuffer(content, np.uint8).reshape(rows.shape)
+
+
+def _rounds(layouts: Sequence[Layout]) -> Iterator[list[_Piece]]:
+    """Yield the pieces that are gathered together, the same on all ranks."""
+    pieces: list[_Piece] = []
+    size = 0
+    for subject, (dtype, *_) in layouts[0].items():
+        boxes = [_box(layout[subject]) for layout in layouts]
+        # Of several copies, the first one is sent.
+        counts = [n[0] * (boxes.index((first, n)) == k) for k, (first, n) in enumerate(boxes)]
+        rows = [math.prod(n[1:]) * ELEMENT_BYTES[dtype] for _, n in boxes]
+        step = max(_ROUND_BYTES // len(layouts) // max(*rows, 1), 1)
+        for begin in range(0, max(counts), step):
+            places = [
+                slice(min(begin, n) * row, min(begin + step, n) * row)
+                for n, row in zip(counts, rows, strict=True)
+            ]
+            length = sum(place.stop - place.start for place in places)
+            if pieces and size + length > _ROUND_BYTES:
+                yield pieces
+                pieces, size = [], 0
+            pieces.append(_Piece(subject, begin, places))
+            size += length
+    if pieces:
+        yield pieces
 
 
 def _digest(content: np.ndarray) -> str:
