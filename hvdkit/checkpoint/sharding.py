@@ -28,7 +28,6 @@ from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.state import Discarded, Tensor, TensorSpec, Tree
-from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.errors import UsageError
 

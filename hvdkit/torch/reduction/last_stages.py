@@ -83,7 +83,8 @@ class Clip(Stage):
 def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
     """Return the p-norm of all gradients, dense or sparse: a tensor without dimensions.
 
-    A collective of the meshes of DTensors among them: the norm is that of the whole tensors.
+    A collective of the ranks that divide a gradient: the norm is that of the whole tensors. It is
+    computed in float64, because in float32 it would depend on the division, and then rounded.
     """
     if not gradients:
         return torch.zeros((), device="cpu")
@@ -99,7 +100,9 @@ def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
         for group in groups:
             norm = torch.linalg.vector_norm(_gathered(norm, group), p)
         whole.append(norm)
-    return torch.linalg.vector_norm(torch.stack(whole), p)
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in gradients)
+    norm = torch.linalg.vector_norm(torch.stack(whole), p)
+    return norm if wide else norm.float()
 
 
 def _gathered(norm: torch.Tensor, group: Any) -> torch.Tensor:
