@@ -244,7 +244,7 @@ class CommittedState:
         collectives = self._collectives()
         divided = [name for name, item in self._items().items() if is_divided(item)]
         own = other_ranks(self._reduced_over(), collectives.ranks) or ", ".join(
-            f"the tensors of {name} are DTensors" for name in divided
+            f"the tensors of {name} are divided among the ranks" for name in divided
         )
         name = "hvdkit.elastic.ranks"
         if collectives.sum([int(bool(own))], name)[0]:
