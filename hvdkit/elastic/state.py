@@ -447,8 +447,8 @@ class CommittedState:
 def _several_models(kind: str, found: str) -> str:
     return (
         f"gradients are not reduced over all ranks, or tensors are divided among them ({found}), "
-        f"and a {kind} has one model for all ranks, that of rank 0: expected plain tensors, no shard=, and "
-        f"the process set of all ranks in each optimizer. "
+        f"and a {kind} has one model for all ranks, that of rank 0: expected plain tensors, "
+        f"no shard=, and the process set of all ranks in each optimizer. "
         f"Start a job for each model; or use no elastic state, and save each model "
         f"with hvd.Checkpointer(folder, process_set=process_set) in a folder for each process set"
     )
