@@ -52,7 +52,7 @@ def _is_of_other_user(connection: socket.socket, own_addresses: Container[str]) 
     A connection that its maker has closed has no user, and counts as that of another one.
 
     Args:
-        own_addresses: the addresses of this machine, without those of loopback.
+        own_addresses: the addresses of this machine. Those of loopback may be missing.
     """
 
     def shown(address: tuple[str, int]) -> str:  # as in /proc/net/tcp
@@ -60,12 +60,14 @@ def _is_of_other_user(connection: socket.socket, own_addresses: Container[str]) 
         return f"{number:08X}:{address[1]:04X}"
 
     there = connection.getpeername()
+    if there[0] not in own_addresses and not there[0].startswith("127."):
+        return False
     ends = [shown(there), shown(connection.getsockname())]
     for line in Path("/proc/net/tcp").read_text().splitlines():
         _, *addresses, _, _, _, _, user, _, inode = line.split()[:10]
         if addresses == ends:
             return inode == "0" or user != str(os.geteuid())
-    return there[0] in own_addresses or there[0].startswith("127.")
+    return True
 
 
 def protect() -> None:
