@@ -17,8 +17,8 @@ def variables(environment: Mapping[str, str], own: Path) -> dict[str, str]:
     """Return variables that replace folders which another user may have made.
 
     PyTorch runs the code in the folder torchinductor_USER of TMPDIR, whoever has made it. This
-    function makes it before another user can. Keras reads its settings in /tmp if it cannot write
-    to the home folder.
+    function makes it before another user can. Keras reads the settings in /tmp/.keras if it cannot
+    write to the home folder.
 
     Args:
         environment: the environment of a rank. Its own settings take precedence.
@@ -28,17 +28,22 @@ def variables(environment: Mapping[str, str], own: Path) -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # the system does not know this user
         user = f"uid_{os.getuid()}"
-    parent = environment.get("TMPDIR") or tempfile.gettempdir()
-    compiled = Path(parent, "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)
+    parent = Path(environment.get("TMPDIR") or tempfile.gettempdir())
     found = {}
-    with suppress(OSError):
-        compiled.mkdir(mode=0o700)
-    try:
-        unsafe = bool(untrusted(compiled))
-    except OSError:
-        unsafe = True
-    if unsafe:
+    if not _make(parent / f"torchinductor_{user}"):
         found["TORCHINDUCTOR_CACHE_DIR"] = str(own / "compiled")
     if not os.access(Path("~").expanduser(), os.W_OK):
-        found["KERAS_HOME"] = str(own / "keras")
+        settings = parent / f"keras_{user}"
+        found["KERAS_HOME"] = str(settings if _make(settings) else own / "keras")
     return found
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder if it does not exist. Return whether no other user can change it."""
+    with suppress(OSError):
+        folder.mkdir(mode=0o700)
+    try:
+        return not untrusted(folder)
+    except OSError:
+        return False
