@@ -6,14 +6,21 @@ count.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import TensorWeakRef
 
 from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, Place, StepBoundary
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.memory import is_nonzero
+from hvdkit.torch.reduction.optimizer_reducer import GRADIENTS_NOT_SAVED
 from hvdkit.torch.unwrapped import steps_made
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -24,12 +31,25 @@ Optimizers = Iterable[torch.optim.Optimizer]
 # How often passes have added to gradients of optimizers that are not wrapped, since the last step
 # of any optimizer.
 _added = 0
+# An optimizer that is not wrapped -> its gradients at the last save; None after a warning.
+_unsaved: "weakref.WeakKeyDictionary[Any, list[TensorWeakRef] | None]"
+_unsaved = weakref.WeakKeyDictionary()
 
 
 def _count(_: torch.Tensor) -> None:
     """Hook: a pass has added to a gradient."""
     global _added
     _added += 1
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Hook: an optimizer is about to make a step. Warn if it uses gradients that were not saved."""
+    if unsaved := _unsaved.get(optimizer):
+        left = {id(reference()) for reference in unsaved}
+        uses = any(p.grad is not None and id(p.grad) in left for p in _parameters([optimizer]))
+        if uses:
+            log.warning("%s", GRADIENTS_NOT_SAVED)
+        _unsaved[optimizer] = None if uses else []
 
 
 def _after_step(*_: object) -> None:
@@ -52,10 +72,15 @@ def watch(optimizers: Optimizers) -> None:
             parameter.register_post_accumulate_grad_hook(_count)
 
 
+def _gradients(optimizers: Optimizers) -> Iterator[torch.Tensor]:
+    """Yield the gradients of optimizers that are not wrapped, without those that are 0."""
+    found = (parameter.grad for parameter in _parameters(optimizers))
+    return (gradient for gradient in found if gradient is not None and is_nonzero(gradient))
+
+
 def _waiting(optimizers: Optimizers) -> int:
     """Return what passes have added for the next step of optimizers that are not wrapped."""
-    gradients = (parameter.grad for parameter in _parameters(optimizers) if _added)
-    return _added if any(g is not None and is_nonzero(g) for g in gradients) else 0
+    return _added if _added and any(True for _ in _gradients(optimizers)) else 0
 
 
 def note_save(optimizers: Optimizers, step: int, warns: bool) -> None:
@@ -66,11 +91,14 @@ def note_save(optimizers: Optimizers, step: int, warns: bool) -> None:
         step: its step.
         warns: whether this rank warns of optimizers that are not wrapped.
     """
-    if warns and _waiting(optimizers):
+    waiting = _waiting(optimizers)
+    if warns and waiting:
         log.warning(LACKS_WINDOW, step)
     for each in optimizers:
         if isinstance(each, WrappedOptimizer):
             each.reducer.note_save(step)
+        elif warns and not waiting and _unsaved.get(each, ()) is not None:
+            _unsaved[each] = [TensorWeakRef(gradient) for gradient in _gradients([each])]
 
 
 def step_boundary(optimizers: Callable[[], Sequence[torch.optim.Optimizer]]) -> StepBoundary:
@@ -106,4 +134,5 @@ def step_boundary(optimizers: Callable[[], Sequence[torch.optim.Optimizer]]) -> 
 
 
 # A compiled hook would be compiled again in each step.
+register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))
 register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))

@@ -29,7 +29,8 @@ from hvdkit.training.stragglers import FORWARD
 
 log = logging.getLogger("hvdkit.torch")
 
-_GRADIENTS_NOT_SAVED = (
+#: The warning about a step that uses gradients from before a save.
+GRADIENTS_NOT_SAVED = (
     "a checkpoint was saved between a backward pass and the optimizer step that used its "
     "gradients. So the checkpoint lacks these gradients. Call save() and maybe_save() after the "
     "steps of all optimizers. If no step is expected to use the gradients of a pass, call "
@@ -98,7 +99,7 @@ class OptimizerReducer(BackwardPasses):
         """Log a warning if a checkpoint lacks the gradients that the step has used."""
         if self.gradients.left is Left.UNSAVED and not self._warned_of_save:
             self._warned_of_save = True
-            self.warn(_GRADIENTS_NOT_SAVED)
+            self.warn(GRADIENTS_NOT_SAVED)
 
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""

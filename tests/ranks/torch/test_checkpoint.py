@@ -565,7 +565,9 @@ def dropped_pass(hvd, models, optimizers, ask):
         (gradients_of_the_model, True, False),
         (gradients_of_the_model, False, False),
         (left_over, True, True),
+        (left_over, False, True),
         (one_loss, True, True),
+        (one_loss, False, True),
     ],
 )
 def test_saves_after_a_step_do_not_wait_for_gradients_of_other_optimizers(hvd, use, wraps, warns):
