@@ -240,9 +240,10 @@ def torch_job():
     model = torch.nn.Linear(SAMPLES + 1, 2, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), op=hvd.Sum, backward_passes_per_step=JOB["window"]
-    )
+    if JOB["wraps"]:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), op=hvd.Sum, backward_passes_per_step=JOB["window"]
+        )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 1 / BASE)
     resumable = JOB["sampler"] == "resumable"
     options = {"shuffle": JOB["shuffle"], "seed": 3}
@@ -292,6 +293,8 @@ def torch_job():
                 loss_of(model(x), y).sum().backward()
                 point("backward")
                 if (number + 1) % JOB["window"] == 0 or number + 1 == count:
+                    if not JOB["wraps"]:
+                        hvd.allreduce_(model.weight.grad, op=hvd.Sum)
                     optimizer.step()
                     optimizer.zero_grad()
                 state.step += 1

@@ -82,7 +82,7 @@ def draw_job(draw: random.Random, framework: str, launcher: str = "hvdkit") -> d
         _draw_fit(draw, job)
     if launcher == "horovodrun":
         # Checkpoints and accumulated gradients do not survive a reset: see the guide.
-        job |= {"checkpoint": 0, "window": 1}
+        job |= {"checkpoint": 0, "window": 1, "wraps": True}
         _draw_in_process(draw, job)
     else:
         job["disturbances"] = _draw_disturbances(draw, job)
@@ -150,6 +150,7 @@ def _draw_ends(draw: random.Random, job: dict[str, Any]) -> None:
             "action": action,
         }
         job["disturbances"].append(each)
+    job["wraps"] = draw.random() < 0.7
 
 
 def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
@@ -403,7 +404,7 @@ def _launch(job: dict[str, Any], folder: Path, variables: dict[str, str]) -> tup
         folder, job["hosts"], *options, env=variables, command=command, launcher=launcher
     ) as running:
         (folder / "launcher").write_text(str(running.process.pid))
-        status = running.finish(60 if job["launcher"] == "hvdkit" else 120)
+        status = running.finish(120)
     deadline = time.monotonic() + 30
     while any(_works_in(process, folder) for process in psutil.process_iter()):
         assert time.monotonic() < deadline, f"processes are left:\n{running.text}"
