@@ -208,11 +208,12 @@ def _unused_network() -> ipaddress.IPv4Network:
 def _locked() -> Iterator[None]:
     """Prevent two runs from choosing the same network."""
     # Not in /tmp, where another user could hold the lock, or put a link to a file of root.
+    # And no flock(2): whoever may read the file could hold it.
     with open("/run/hvdkit-hosts.lock", "w") as lock:
         deadline = time.monotonic() + _SECONDS
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:

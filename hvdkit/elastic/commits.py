@@ -37,9 +37,9 @@ _NOT_STORED = (
 )
 _STORED_IN_WINDOW = (
     "the elastic state was committed while gradients wait for a step, because all recent calls of "
-    "commit() came between a backward pass and its step. The commit does not contain these "
-    "gradients: after a restart, the first batches of the step are not trained. Call commit() "
-    "after steps"
+    "commit() and check_host_updates() came between a backward pass and its step. The commit does "
+    "not contain these gradients: after a restart, the first batches of the step are not trained. "
+    "Call both after steps"
 )
 
 _log = logging.getLogger("hvdkit.elastic")

@@ -201,8 +201,8 @@ class CommittedState:
     def _memory(self) -> SnapshotMemory:
         return SnapshotMemory(self._allocate)
 
-    def _ask(self, checks: bool = False) -> tuple[bool, bool]:
-        """Return whether a commit must wait for a step boundary, and whether none ever comes.
+    def _must_wait(self, checks: bool = False) -> bool:
+        """Return whether a commit must wait for a step boundary, unless none ever comes.
 
         A collective in a job of `hvdkit run --elastic`: equal on all ranks. Ranks may have
         different optimizers, so that only some of them may have windows.
@@ -215,13 +215,10 @@ class CommittedState:
             own = StepWord(waiting=waits, wrong=never, commits=not checks, checks=checks)
             agreed = self._commits.begin(own)
             waits, never = agreed.waiting > 0, agreed.wrong > 0
+            if never:
+                self._commits.warn_of_window(stores=True)
         if not waits:
             self._boundary.reach()
-        return waits, never
-
-    def _must_wait(self, checks: bool = False) -> bool:
-        """Return whether a commit must wait for a step boundary. A collective, see `_ask`."""
-        waits, never = self._ask(checks)
         return waits and not never
 
     def _collectives(self) -> Collectives:
@@ -372,16 +369,15 @@ class CommittedState:
             UsageError: on every rank, if ranks call different methods, or a rank waits in `join`;
                 or `hvdkit run --elastic` is calling a training function with another state.
         """
-        waits, never = self._ask()
+        must_wait = self._must_wait()
         if self._commits is None:
             self._check_stored()
-            if never or not waits:
+            if not must_wait:
                 self.save()
             super().check_host_updates()  # type: ignore[misc]
-            return
-        if waits:
-            self._commits.warn_of_window(stores=never)
-        if (never or not waits) and self._store():
+        elif must_wait:
+            self._commits.warn_of_window(stores=False)
+        elif self._store():
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
@@ -400,9 +396,7 @@ class CommittedState:
         if self._commits is None:
             self._check_stored()
             super().check_host_updates()  # type: ignore[misc]
-        elif self._commits.hosts_changed():
-            if self._must_wait(checks=True):
-                return
+        elif self._commits.hosts_changed() and not self._must_wait(checks=True):
             self._store(ends=True)
             raise self._interrupt(False)
 

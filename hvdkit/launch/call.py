@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
+from hvdkit.system.owned_folders import opened
 from hvdkit.system.whole_files import replacing
 
 #: The file with the prefix of the caller's Python, and the folders of its modules.
@@ -52,4 +53,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    # Programs that clean /tmp may delete the folder, and then another user can make it.
+    with opened(Path(sys.argv[1])) as own_folder:
+        main(own_folder)

@@ -22,7 +22,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import call
 from hvdkit.launch.hosts.hosts import are_local, parse_hosts, read_hostfile
 from hvdkit.launch.options import horovodrun
-from hvdkit.system.owned_folders import TemporaryFolder
+from hvdkit.system.owned_folders import TemporaryFolder, opened
 from hvdkit.system.plain_files import open_regular
 from hvdkit.system.processes import python_command
 from hvdkit.system.whole_files import create
@@ -151,11 +151,10 @@ def run(
         data = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     except Exception as error:
         raise UsageError(f"the function or its arguments cannot be pickled: {error}") from error
-    with TemporaryFolder("hvdkit-run-") as name:
-        folder = Path(name)
+    with TemporaryFolder("hvdkit-run-") as name, opened(Path(name)) as folder:
         create(folder / call.PATH, pickle.dumps((sys.prefix, sys.path)), 0o600)
         create(folder / call.FUNCTION, data, 0o600)
-        python = python_command("-m", call.__name__, str(folder))
+        python = python_command("-m", call.__name__, name)
         _launch([*words, executable or python[0], *python[1:]])
         return [_result(folder, rank) for rank in range(size)]
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.system.owned_folders import is_own
+
 #: The folders, separated by `os.pathsep`: one in memory if possible, then one on disk.
 VARIABLE = "HVDKIT_HOST_FOLDERS"
 
@@ -19,5 +21,10 @@ def variables(folders: Sequence[Path]) -> dict[str, str]:
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> Sequence[Path]:
-    """Return the folders in the order in which ranks try them; empty if nothing outlives them."""
-    return [Path(text) for text in environ.get(VARIABLE, "").split(os.pathsep) if text]
+    """Return the folders in the order in which ranks try them; empty if nothing outlives them.
+
+    A program that cleans /tmp may have deleted a folder, and another user may then have made it. It
+    is left out: a commit contains code.
+    """
+    named = [Path(text) for text in environ.get(VARIABLE, "").split(os.pathsep) if text]
+    return [folder for folder in named if is_own(folder)]

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from hvdkit.system.trusted_paths import untrusted
 
@@ -102,24 +101,27 @@ def has_owner(folder: Path) -> bool:
     return False
 
 
-def _lock(folder: Path) -> IO[str]:
-    """Lock a folder, and return the file that holds the lock.
+def _lock(folder: Path) -> contextlib.ExitStack:
+    """Lock a folder until the result is closed.
+
+    The folder itself is locked, too: systemd-tmpfiles then does not delete it when it is old.
+    Another user could make it again, and the owner would write there.
 
     Raises:
         OSError: another process holds the lock, or has deleted the folder; or it is not one of this
             user.
     """
-    with opened(folder) as path:
-        lock = (path / _LOCK).open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between the two calls, another process may have deleted the lock file and the folder.
-            if os.fstat(lock.fileno()).st_ino != (path / _LOCK).stat().st_ino:
-                raise FileNotFoundError(folder)
-        except OSError:
-            lock.close()
-            raise
-        return lock
+    with opened(folder) as path, contextlib.ExitStack() as locks:
+        lock = locks.enter_context((path / _LOCK).open("a"))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between the two calls, another process may have deleted the lock file and the folder.
+        if os.fstat(lock.fileno()).st_ino != (path / _LOCK).stat().st_ino:
+            raise FileNotFoundError(folder)
+        whole = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        locks.callback(os.close, whole)
+        with contextlib.suppress(OSError):  # NFS has no locks of folders
+            fcntl.flock(whole, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return locks.pop_all()
 
 
 def _delete(folder: Path) -> None:
@@ -138,7 +140,7 @@ def _delete(folder: Path) -> None:
         folder.rmdir()
 
 
-def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
+def _make(parent: Path, prefix: str) -> tuple[Path, contextlib.ExitStack]:
     """Make and lock a folder with a new name."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # noqa: TID251
@@ -155,7 +157,7 @@ def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
             # The new folder was deleted, and another user has made something of its name.
 
 
-def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
+def _adopt(folder: Path) -> tuple[Path, contextlib.ExitStack] | None:
     """Lock the folder; make it if it is missing. Return None if another process or user owns it."""
     for _ in range(_TRIES):
         try:

@@ -1,7 +1,7 @@
 """`hvd.Checkpointer`: checkpoints of a PyTorch training."""
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from hvdkit.torch.items.state_dict import StateDictItem
 from hvdkit.torch.items.statistics import Statistics
 from hvdkit.torch.items.tensors import identity, writable
 from hvdkit.torch.items.trees import on_host, without_tensors
-from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer, step_boundary
+from hvdkit.torch.step_boundary import note_save, step_boundary, watch
 from hvdkit.torch.unwrapped import replica_checks
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
+from hvdkit.torch.wrapped_optimizer import reduced_over
 
 
 class Checkpointer(Manager):
@@ -161,13 +161,15 @@ class Checkpointer(Manager):
             for name, each in several(argument, given).items():
                 parts[name] = StateDictItem(each, name)
         collectives = TorchCollectives(process_set)
+        first = collectives.is_first
         checks = replica_checks(collectives, models, optimizers)
         shared, own = data_parts(data)
         parts |= shared
         if sharded is not None:
             parts["sharded"] = ShardedItem(sharded, writable, identity)
         parts["metadata"] = kept_in(self._metadata)
-        reducers = [o.reducer for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
+        trained = list(optimizers.values())
+        watch(trained)
         check_one_model(reduced_over(optimizers), process_set.ranks)
         super().__init__(
             Store(
@@ -184,7 +186,7 @@ class Checkpointer(Manager):
                 **own,
                 "statistics": Statistics(
                     models,
-                    warns=len(collectives.ranks) > 1 and collectives.is_first,
+                    warns=len(collectives.ranks) > 1 and first,
                 ),
                 "random": Randomness(generators),
             },
@@ -200,8 +202,8 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            boundary=step_boundary(lambda: reducers),
-            note_save=lambda step: _note_save(reducers, step),
+            boundary=step_boundary(lambda: trained),
+            note_save=lambda step: note_save(trained, step, first),
             replicas=lambda: checks,
             allocate=host_memory,
             subjects=[
@@ -220,11 +222,6 @@ class Checkpointer(Manager):
     def metadata(self) -> MutableMapping[str, Any]:
         """Your own values in the checkpoint: the dict that was given. Change its items."""
         return self._metadata
-
-
-def _note_save(reducers: Iterable[OptimizerReducer], step: int) -> None:
-    for each in reducers:
-        each.note_save(step)
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:

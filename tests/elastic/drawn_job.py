@@ -8,6 +8,8 @@ Sample i is the unit vector i, and a 1. The model has two outputs:
 - The loss is quadratic in the second outputs. Their weights depend on the order of the samples.
 """
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 
 with open("job.json") as file:
     JOB = json.load(file)
@@ -49,6 +52,7 @@ class Disturbances:
         self.start = self.first = -1
         self.drawn = []
         self.next_hosts = None
+        self.is_full = False
         if not IN_PROCESS:
             rank = int(os.environ.get("HOROVOD_RANK", 0))
             self.set_start(int(os.environ.get("HVDKIT_ELASTIC_START", 0)), rank)
@@ -60,6 +64,7 @@ class Disturbances:
             for d in JOB["disturbances"]
             # Without the launcher, only all ranks together can change to other hosts.
             if d["start"] == start
+            and d.get("launch", 0) == JOB["launch"]
             and (d["rank"] == rank or (IN_PROCESS and d["action"] == "interrupt"))
         ]
 
@@ -116,6 +121,17 @@ class Disturbances:
             raise HostsUpdatedInterrupt(False)
         elif action == "error":
             raise ValueError("drawn")
+        elif action == "full":
+            self.is_full = True
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif action in ("terminate", "launcher", "agent"):
+            with open("launcher") as file, contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(file.read()))
+                if action == "agent":
+                    agents = process.children()
+                    process = next(p for p in agents if "hvdkit.launch.agent.main" in p.cmdline())
+                process.send_signal(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
         elif action == "hosts":
             time.sleep(before)
             set_hosts(hosts)
@@ -146,6 +162,9 @@ def watch_commits():
     def watched_thread(self, *args):
         # A thread writes the commit of a host.
         point("in write")
+        if disturbances.is_full:
+            disturbances.is_full = False
+            raise OSError(errno.ENOSPC, "drawn")
         read_back(self, *args)
 
     def watched_save(self):
@@ -221,9 +240,10 @@ def torch_job():
     model = torch.nn.Linear(SAMPLES + 1, 2, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), op=hvd.Sum, backward_passes_per_step=JOB["window"]
-    )
+    if JOB["wraps"]:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), op=hvd.Sum, backward_passes_per_step=JOB["window"]
+        )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 1 / BASE)
     resumable = JOB["sampler"] == "resumable"
     options = {"shuffle": JOB["shuffle"], "seed": 3}
@@ -232,7 +252,7 @@ def torch_job():
     else:
         sampler = hvd.elastic.ElasticSampler(data, **options)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
-    checkpointer = None
+    checkpointer = archive = None
     objects = {"epoch": 0, "batch": 0, "step": 0, "seen": []}
     if JOB["checkpoint"] and resumable:
         checkpointer = hvd.Checkpointer(
@@ -243,9 +263,14 @@ def torch_job():
             data=sampler,
             metadata=objects,
             every_steps=JOB["checkpoint"],
+            every_steps_in_memory=JOB["memory"] or None,
             asynchronous=JOB["asynchronous"],
         )
-        checkpointer.restore()
+        restored = checkpointer.restore()
+        if JOB["archive"]:
+            best = hvd.KeepBest("score", "max")
+            archive = hvd.Checkpointer("best", model=model, every_steps=2, keep_best=best)
+            archive.continue_at(restored.step if restored else 0)
 
     def after_batch(state):
         point("before commit")
@@ -253,6 +278,8 @@ def torch_job():
         if checkpointer is not None:
             objects.update({name: getattr(state, name) for name in objects})
             checkpointer.maybe_save(state.step)
+            if archive is not None:
+                archive.maybe_save(state.step, metrics={"score": state.step % 7})
         point("after commit")
 
     @hvd.elastic.run
@@ -266,6 +293,8 @@ def torch_job():
                 loss_of(model(x), y).sum().backward()
                 point("backward")
                 if (number + 1) % JOB["window"] == 0 or number + 1 == count:
+                    if not JOB["wraps"]:
+                        hvd.allreduce_(model.weight.grad, op=hvd.Sum)
                     optimizer.step()
                     optimizer.zero_grad()
                 state.step += 1
@@ -432,6 +461,7 @@ def keras_job():
                         f"checkpoints-{state.fit}",
                         every_steps=JOB["checkpoint"],
                         data=sampler,
+                        every_steps_in_memory=JOB["memory"] or None,
                         asynchronous=JOB["asynchronous"],
                     )
                 )

@@ -13,6 +13,7 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from tests.elastic import preloaded
 from tests.elastic.jobs import HOROVODRUN, HVDKIT, ElasticJob
@@ -48,6 +50,10 @@ _HOSTS = ("localhost:1", "localhost:2", "localhost:3", "localhost:1,127.0.0.1:1"
 #: For a job of Horovod's launcher that loses a rank: it never uses the host of this rank again.
 _TWO_HOSTS = ("localhost:1,127.0.0.1:1", "localhost:2,127.0.0.1:1")
 _SCRIPT = Path(__file__).with_name("drawn_job.py")
+#: Disturbances that end the whole job, and its exit statuses then: a stop with a checkpoint, and
+#: signals.
+_ENDS = ("stop", "stop", "terminate", "launcher")
+_ENDED = (75, 128 + signal.SIGTERM, 128 + signal.SIGUSR1, -signal.SIGKILL, -signal.SIGTERM)
 
 
 def draw_job(draw: random.Random, framework: str, launcher: str = "hvdkit") -> dict[str, Any]:
@@ -76,10 +82,11 @@ def draw_job(draw: random.Random, framework: str, launcher: str = "hvdkit") -> d
         _draw_fit(draw, job)
     if launcher == "horovodrun":
         # Checkpoints and accumulated gradients do not survive a reset: see the guide.
-        job |= {"checkpoint": 0, "window": 1}
+        job |= {"checkpoint": 0, "window": 1, "wraps": True}
         _draw_in_process(draw, job)
     else:
         job["disturbances"] = _draw_disturbances(draw, job)
+        _draw_ends(draw, job)
     return job
 
 
@@ -128,6 +135,22 @@ def _draw_disturbances(draw: random.Random, job: dict[str, Any]) -> list[dict[st
                 each |= {"action": "hosts", "hosts": hosts, "wait": wait}
             drawn.append(each)
     return drawn
+
+
+def _draw_ends(draw: random.Random, job: dict[str, Any]) -> None:
+    """Draw ends of the job, after which it is launched again, and a lost agent or a full disk."""
+    job |= {"memory": draw.choice([0, 0, 1, 2]), "archive": draw.random() < 0.4}
+    actions = [draw.choice(_ENDS) for _ in range(draw.choice([0, 1, 1, 2]))]
+    for launch, action in enumerate([*actions, *draw.choice([[], [], ["full"], ["agent"]])]):
+        each = {
+            "launch": launch,
+            "start": draw.choice([0, 0, 1]),
+            "point": 1 + int(draw.random() ** 1.5 * _points(job)),
+            "rank": draw.randrange(2),
+            "action": action,
+        }
+        job["disturbances"].append(each)
+    job["wraps"] = draw.random() < 0.7
 
 
 def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
@@ -353,20 +376,47 @@ def run_job(job: dict[str, Any], folder: Path, variables: dict[str, str]) -> str
 def _run(
     job: dict[str, Any], folder: Path, variables: dict[str, str], wanted: Any
 ) -> tuple[str, list[list[float]]]:
-    (folder / "job.json").write_text(json.dumps(job))
+    text, status, launch = "", _ENDED[0], 0
+    while status in _ENDED:
+        (folder / "job.json").write_text(json.dumps({**job, "launch": launch}))
+        for path in folder.glob("result-*.json"):
+            path.unlink()
+        try:
+            told, status = _launch(job, folder, variables)
+        except AssertionError as error:
+            raise Problem(f"{error}\n{text}") from None
+        text += f"{told}\nlaunch {launch}: status {status}\n"
+        ends = [e for e in job["disturbances"] if e.get("launch", 0) == launch]
+        if not any(each["action"] in _ENDS for each in ends):
+            break
+        launch += 1
+    try:
+        return text, check(job, folder, text, status, wanted)
+    except Problem as problem:
+        raise Problem(f"{problem}\n{text}") from None
+
+
+def _launch(job: dict[str, Any], folder: Path, variables: dict[str, str]) -> tuple[str, int]:
+    """Run the job until its launcher and all ranks have ended. Return its text and its status."""
     command = [sys.executable, "-IS", preloaded.__file__, str(_SCRIPT)]
     launcher, options = LAUNCHERS[job["launcher"]], _OPTIONS[job["launcher"]]
     with ElasticJob(
         folder, job["hosts"], *options, env=variables, command=command, launcher=launcher
     ) as running:
-        try:
-            status = running.finish(60 if job["launcher"] == "hvdkit" else 120)
-        except AssertionError as error:
-            raise Problem(str(error)) from None
-        try:
-            return running.text, check(job, folder, running.text, status, wanted)
-        except Problem as problem:
-            raise Problem(f"{problem}\n{running.text}") from None
+        (folder / "launcher").write_text(str(running.process.pid))
+        status = running.finish(120)
+    deadline = time.monotonic() + 30
+    while any(_works_in(process, folder) for process in psutil.process_iter()):
+        assert time.monotonic() < deadline, f"processes are left:\n{running.text}"
+        time.sleep(0.05)
+    return running.text, status
+
+
+def _works_in(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def main() -> None:

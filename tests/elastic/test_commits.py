@@ -451,7 +451,7 @@ def test_a_rank_without_windows_commits_with_the_others(world):
     assert world.run(work) == [1] * 3
 
 
-def test_commits_that_are_always_within_windows_are_stored(world):
+def test_commits_that_are_always_within_windows_are_stored(world, caplog):
     """Rank 2 is in the same window in two commits in a row, and then in another one."""
     (world.folders[1] / HOSTS_FILE).write_text("5")
 
@@ -467,6 +467,8 @@ def test_commits_that_are_always_within_windows_are_stored(world):
         return newest(world.folders[rank])[0], state.saves
 
     assert world.run(work) == [([1, 1], 1)] * 3
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("committed while gradients wait" in text for text in texts) == 1
 
 
 class PlainState:

@@ -13,6 +13,7 @@ import psutil
 
 from hvdkit.faults.names import STOPPED
 from hvdkit.faults.record_folder import RecordFolder
+from hvdkit.launch.agent import library_folders
 from hvdkit.launch.agent.keeper import ORPHAN_GRACE, KeptGroup
 from hvdkit.launch.agent.memory_kills import MemoryKills
 from hvdkit.launch.agent.spares.pool import Slot, SparePool
@@ -108,6 +109,7 @@ class LocalRanks:
             defaults = {**self._segments.variables, **rank["defaults"]}
             own = records | {REPORT_RANK: str(rank["rank"])}
             variables = defaults | dict(environment) | rank["env"] | own
+            variables = library_folders.variables(variables, self.records.path) | variables
             self._slots.append((Slot(rank["rank"], variables, rank["cpus"]), rank["terminal"]))
         watched = [slot for slot, _ in self._slots] if task.get("spares") else []
         self.spares = SparePool(task["command"], task["directory"], watched)

@@ -11,6 +11,7 @@ import queue
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -50,9 +51,10 @@ class Listener(Generic[Peer]):
         problem: why a connection of any side was closed: this process may start no more threads;
             empty if none was.
 
-    If strangers open too many connections, the oldest connection that is not authenticated is
-    closed. Agents authenticate at once, so their connections are rarely closed. One that is closed
-    while it authenticates is returned by `accept`, too: the caller finds that the agent is lost.
+    If strangers open too many connections, one that is not authenticated is closed: the oldest one
+    of the host that has most of them, so a flood from one host closes no connections of others.
+    Agents authenticate at once, so their connections are rarely closed. One that is closed while it
+    authenticates is returned by `accept`, too: the caller finds that the agent is lost.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class Listener(Generic[Peer]):
         # Each connection is checked in a thread of its own, so that a connection without data does
         # not delay agents. Only the thread that accepts connections changes the list of threads.
         self._threads: list[threading.Thread] = []
-        # The connections that are being checked, oldest first.
-        self._checked: list[socket.socket] = []
+        # The connections that are being checked, oldest first -> the address of the other host.
+        self._checked: dict[socket.socket, str] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._most = size + _STRANGERS
@@ -103,7 +105,7 @@ class Listener(Generic[Peer]):
     def _listen(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, _ = self._server.accept()
+                connection, peer = self._server.accept()
             except OSError:  # closed, or too many open files, or an error of one connection
                 self._closed.wait(_RETRY_SECONDS)
                 continue
@@ -114,8 +116,11 @@ class Listener(Generic[Peer]):
             thread = threading.Thread(target=self._check, args=(connection,), daemon=True)
             with self._lock:
                 if len(self._checked) >= self._most:
-                    _shut_down(self._checked.pop(0))
-                self._checked.append(connection)
+                    [(crowd, _)] = Counter(self._checked.values()).most_common(1)
+                    oldest = next(each for each, host in self._checked.items() if host == crowd)
+                    del self._checked[oldest]
+                    _shut_down(oldest)
+                self._checked[connection] = peer[0]
             try:
                 thread.start()
             except RuntimeError:  # this user may start no more threads
@@ -140,8 +145,7 @@ class Listener(Generic[Peer]):
         self, connection: socket.socket, accepted: tuple[Peer, SealedConnection] | None
     ) -> None:
         with self._lock:
-            if connection in self._checked:
-                self._checked.remove(connection)
+            self._checked.pop(connection, None)
             if accepted is not None:
                 self._accepted.put(accepted)
         if accepted is None:

@@ -28,7 +28,7 @@ from hvdkit.torch.functions import broadcast_object
 from hvdkit.torch.items.model import ModelItem
 from hvdkit.torch.items.optimizer import OptimizerItem
 from hvdkit.torch.items.reduction import ReductionItem
-from hvdkit.torch.reduction.optimizer_reducer import step_boundary
+from hvdkit.torch.step_boundary import step_boundary, watch
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
 __all__ = [
@@ -161,9 +161,6 @@ class TorchState(ObjectState, horovod_state.TorchState):
         values = {name: handler.value for name, handler in self._handlers.items()}
         return {k: value for k, value in values.items() if isinstance(value, torch.optim.Optimizer)}
 
-    def _wrapped_optimizers(self) -> list[WrappedOptimizer]:
-        return [each for each in self._optimizers().values() if isinstance(each, WrappedOptimizer)]
-
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
         return reduced_over(self._optimizers())
 
@@ -180,12 +177,14 @@ class TorchState(ObjectState, horovod_state.TorchState):
         return named | {"reduction": ReductionItem(self._optimizers())}
 
     def _make_boundary(self) -> StepBoundary:
-        return step_boundary(lambda: [each.reducer for each in self._wrapped_optimizers()])
+        return step_boundary(lambda: list(self._optimizers().values()))
 
     def _discard_gradients(self) -> None:
-        for wrapped in self._wrapped_optimizers():
-            wrapped.discard_accumulated()
-        for optimizer in self._optimizers().values():
+        optimizers = self._optimizers().values()
+        watch(optimizers)
+        for optimizer in optimizers:
+            if isinstance(optimizer, WrappedOptimizer):
+                optimizer.discard_accumulated()
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, Place, StepBoundary
+from hvdkit.checkpoint.step_boundary import LACKS_WINDOW
 from hvdkit.reduction.plan import ReductionState
 from hvdkit.reduction.step_errors import BackwardFailed, PassesDiffer
 from hvdkit.reduction.wire_format import WireFormat
@@ -29,7 +29,8 @@ from hvdkit.training.stragglers import FORWARD
 
 log = logging.getLogger("hvdkit.torch")
 
-_GRADIENTS_NOT_SAVED = (
+#: The warning about a step that uses gradients from before a save.
+GRADIENTS_NOT_SAVED = (
     "a checkpoint was saved between a backward pass and the optimizer step that used its "
     "gradients. So the checkpoint lacks these gradients. Call save() and maybe_save() after the "
     "steps of all optimizers. If no step is expected to use the gradients of a pass, call "
@@ -98,7 +99,7 @@ class OptimizerReducer(BackwardPasses):
         """Log a warning if a checkpoint lacks the gradients that the step has used."""
         if self.gradients.left is Left.UNSAVED and not self._warned_of_save:
             self._warned_of_save = True
-            self.warn(_GRADIENTS_NOT_SAVED)
+            self.warn(GRADIENTS_NOT_SAVED)
 
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
@@ -269,32 +270,3 @@ class OptimizerReducer(BackwardPasses):
         self.gradients.plan_new()
         for part, state in zip(self.gradients.parts, states, strict=False):
             part.synchronizer.resume(state)
-
-
-def step_boundary(reducers: Callable[[], Sequence[OptimizerReducer]]) -> StepBoundary:
-    """Return the places between the steps of the optimizers of reducers.
-
-    A rank is at a boundary if no window is open, no pass runs, and no pass has followed the last
-    step or `zero_grad()` of any optimizer of the process. Hooks of gradients run in a pass.
-    Gradients that such a step has left to another optimizer do not count: in a GAN, those of the
-    discriminator are removed before its next pass. Nor do those that the script has removed itself,
-    as with `model.zero_grad()`.
-    """
-
-    def place() -> Place:
-        own = reducers()
-        for each in own:
-            each.complete_earlier_passes()
-        made = max((each.siblings.passes for each in own), default=0)
-        windows = [each.window.begun for each in own]
-        waiting = (
-            each.has_unused_gradients and each.gradients.any_nonzero() for each in own if made
-        )
-        waits = own and (passes.in_backward() or any(waiting))
-        return (made, *windows) if waits or any(windows) else None
-
-    def steps() -> int:
-        optimizers = [each.optimizer() for each in reducers()]
-        return sum(each.hvdkit_steps + each.hvdkit_skipped_steps for each in optimizers)
-
-    return StepBoundary(place, steps)

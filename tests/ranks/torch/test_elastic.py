@@ -492,12 +492,14 @@ def test_a_sampler_with_an_order_of_its_own_repeats_its_samples_only(hvd):
     assert everywhere == [8, 6, 4, 2, 0, 10, 8, 6][: len(everywhere)]
 
 
-def test_a_commit_within_an_accumulation_window_saves_nothing(hvd):
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_commit_within_an_accumulation_window_saves_nothing(hvd, wraps):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), backward_passes_per_step=2
-    )
+    if wraps:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), backward_passes_per_step=2
+        )
     state = hvd.elastic.TorchState(model, optimizer, batch=0)
     state.sync()
     for batch in range(1, 4):

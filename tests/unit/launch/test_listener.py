@@ -79,6 +79,20 @@ def test_an_agent_is_accepted_while_strangers_hold_many_connections(listener):
         assert accepted_rank(listener, 1) == 1
 
 
+def test_strangers_of_one_host_displace_no_agent_of_another(listener):
+    with contextlib.ExitStack() as stack:
+        agent = stack.enter_context(
+            socket.create_connection(listener.address, timeout=20, source_address=("127.0.0.2", 0))
+        )
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(listener.address, timeout=5))
+        wait_until(lambda: len(listener._checked) == listener._most)
+        introduce(agent, token(listener).encode(), {"rank": 1}, 20)
+        rank, connection = listener.accept()
+        stack.enter_context(connection)
+        assert rank == 1
+
+
 def permit_no_threads(patched):
     def start(thread):
         raise RuntimeError("can't start new thread")

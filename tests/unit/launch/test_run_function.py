@@ -1,8 +1,11 @@
 """`hvdkit.run(function)`: ranks call a function of a script, and the script gets their results."""
 
+import atexit
 import inspect
 import os
+import pickle
 import re
+import shutil
 import signal
 import sys
 
@@ -184,6 +187,33 @@ def test_a_job_over_mpi():
     if "mpi" not in installed().controllers:
         pytest.skip("this Horovod has no MPI")
     assert run(lambda: "OMPI_COMM_WORLD_RANK" in os.environ, use_mpi=True) == [True, True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_no_pickle_of_another_user_who_has_made_the_folder(tmp_path):
+    def replace(made):
+        """Delete the folder as a cleaner of /tmp. Another user makes it, with a result."""
+
+        class Pickle:
+            def __reduce__(self):
+                return os.mkdir, (made,)
+
+        def of_other():
+            with open(f"{folder}/result-0", "wb") as file:
+                file.write(pickle.dumps(Pickle()))
+
+        folder = sys.argv[1]
+        shutil.rmtree(folder)
+        os.mkdir(folder)
+        os.chown(folder, 65534, 65534)
+        atexit.register(of_other)
+
+    made = tmp_path / "made"
+    with pytest.raises(HvdkitError):
+        hvdkit.run(replace, [str(made)], num_proc=1)
+    assert not made.exists()
+    for folder in (tmp_path / "tmp").glob("hvdkit-run*"):
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -81,3 +81,13 @@ def test_a_chain_of_exceptions_without_end(report):
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert report._kind(first) == "own"
+
+
+def test_a_report_does_not_follow_a_link(report, tmp_path):
+    reporter = report._Reporter(str(tmp_path), 0)
+    precious = tmp_path / "precious"
+    precious.write_text("content")
+    Path(f"{reporter._file}.new").symlink_to(precious)
+    reporter._write("end", None)
+    assert precious.read_text() == "content"
+    assert not Path(reporter._file).exists()

@@ -1,6 +1,7 @@
 """Temporary folders that belong to a process."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def kill_at(call, parent):
     )
     assert done.returncode == 9
     assert len(list(parent.glob("test-*"))) == 1
+
+
+def test_a_cleaner_of_old_files_finds_the_folder_locked(tmp_path):
+    folder = OwnedFolder(tmp_path, "owned-")
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        folder.remove()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_folder_whose_owner_was_killed_before_the_lock_is_removed(tmp_path):

@@ -145,7 +145,10 @@ class _Reporter:
             except BaseException:  # no memory, or an exception that cannot be printed
                 content.update(error=type(error).__name__, traceback=[], kind="own", chained=False)
             draft = self._file + ".new"
-            with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
+            # No link: if the folder was deleted, another user may have made it again.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            opened = os.open(draft, flags, 0o600)
+            with open(opened, "w", encoding="utf-8", errors="backslashreplace") as file:
                 json.dump(content, file)
             os.replace(draft, self._file)
         except BaseException:
