@@ -64,10 +64,10 @@ class Peer:
                 return None
             if not data:
                 return None
-            self._received += data
-        line, _, rest = bytes(self._received).partition(b"\n")
-        self._received = bytearray(rest)
-        message: dict[str, Any] = json.loads(line)
+            self._received.extend(data)
+        end = self._received.index(b"\n")
+        message: dict[str, Any] = json.loads(self._received[:end])
+        del self._received[: end + 1]
         return message
 
     def close(self) -> None:

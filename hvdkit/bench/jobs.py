@@ -51,6 +51,21 @@ class JobPlan:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Started:
+    """The processes of a job.
+
+    Attributes:
+        group: starts and stops them.
+        ranks: the connections to the ranks.
+        guards: the connections to their guards.
+    """
+
+    group: RankGroup
+    ranks: Sequence[control.Peer]
+    guards: Sequence[control.Peer]
+
+
 class Job:
     """The ranks of one variant.
 
@@ -62,18 +77,14 @@ class Job:
     Attributes:
         plan: as given.
         facts: the answer of each rank to its start, by rank.
-        peak: the largest peak of a rank's resident memory in bytes, after `finish`.
     """
 
     def __init__(self, plan: JobPlan, place: Place, folder: Path) -> None:
         self.plan = plan
         self.facts: list[dict[str, Any]] = []
-        self.peak = 0
         self._place = place
         self._folder = folder
-        self._group: RankGroup | None = None
-        self._ranks: Sequence[control.Peer] = ()
-        self._guards: Sequence[control.Peer] = ()
+        self._started: _Started | None = None
 
     @property
     def name(self) -> str:
@@ -88,13 +99,15 @@ class Job:
         """
         connections = RankListener(self._place.addresses, self.plan.size)
         try:
-            self._group = self._launch(connections)
-            accepted = connections.accept(START_SECONDS, self._group.running)
+            group = self._launch(connections)
+            # `close` ends the group after an exception.
+            self._started = _Started(group, (), ())
+            accepted = connections.accept(START_SECONDS, group.running)
         finally:
             connections.close()
         if accepted is None:
             self._fail("did not start")
-        self._ranks, self._guards = accepted
+        self._started = _Started(group, *accepted)
         self._answers("to start")
         self.facts = self._answers("to be ready", START_SECONDS)
         self._ask_guards("stop")
@@ -141,7 +154,7 @@ class Job:
             HvdkitError: a rank has ended, or does not answer.
         """
         with contextlib.suppress(OSError):
-            for rank in self._ranks:
+            for rank in self._running.ranks:
                 rank.send({"do": command, **message})
         return self._answers(command)
 
@@ -167,41 +180,49 @@ class Job:
         """Return the unshared memory of all ranks together, in bytes."""
         return self._usage("memory")
 
-    def finish(self) -> None:
-        """Let the ranks end by themselves."""
+    def finish(self) -> int:
+        """Let the ranks end by themselves.
+
+        Returns:
+            The largest peak of a rank's resident memory, in bytes.
+        """
         self.resume()
-        self.peak = max(answer["peak"] for answer in self.ask("finish"))
-        assert self._group is not None
+        peak = max(int(answer["peak"]) for answer in self.ask("finish"))
         # Keep the connections until the ranks have ended: a guard whose connection has ended kills
         # its rank some seconds later.
-        self._group.wait(_END_SECONDS)
+        self._running.group.wait(_END_SECONDS)
         self._close_connections()
+        return peak
 
     def close(self) -> None:
         """End the ranks in any state. May be called again."""
-        if self._group is not None:
-            self._group.stop()
-        self._close_connections()
+        if self._started is not None:
+            self._started.group.stop()
+            self._close_connections()
 
     def _close_connections(self) -> None:
-        for peer in (*self._ranks, *self._guards):
+        for peer in (*self._running.ranks, *self._running.guards):
             peer.close()
-        self._ranks = self._guards = ()
+
+    @property
+    def _running(self) -> _Started:
+        assert self._started is not None
+        return self._started
 
     def _usage(self, what: str) -> float:
         return sum(float(answer[what]) for answer in self._ask_guards("usage"))
 
     def _ask_guards(self, command: str) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError):
-            for guard in self._guards:
+            for guard in self._running.guards:
                 guard.send({"do": command})
-        found = control.answers(self._guards, _GUARD_SECONDS)
+        found = control.answers(self._running.guards, _GUARD_SECONDS)
         if found is None:
             self._fail(f"did not answer to {command!r} within {_GUARD_SECONDS:g} s, or has ended")
         return found
 
     def _answers(self, command: str, seconds: float = COMMAND_SECONDS) -> list[dict[str, Any]]:
-        found = control.answers(self._ranks, seconds)
+        found = control.answers(self._running.ranks, seconds)
         if found is None:
             self._fail(f"did not answer to {command!r}")
         return found
@@ -209,8 +230,7 @@ class Job:
     def _fail(self, what: str) -> NoReturn:
         """Raise an error with the output of the ranks."""
         try:
-            if self._group is not None:
-                self._group.wait(_FAILURE_SECONDS)
+            self._running.group.wait(_FAILURE_SECONDS)
         except HvdkitError as error:
             raise HvdkitError(f"{self.name} {what}:\n{error}") from error
         raise HvdkitError(f"{self.name} {what}: its ranks ended without an error")

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.step_files import Snapshot
 from hvdkit.checkpoint.storage import newest_run
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import Snapshot, Writer
+from hvdkit.checkpoint.writing import Writer
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")

@@ -4,11 +4,12 @@ Each method begins with the same allreduce of 24 bytes. With different collectiv
 `maybe_save` and a rank in another method would wait for each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.checkpoint.coordination import compare, exchange
+from hvdkit.checkpoint.storage import check_number
 from hvdkit.errors import UsageError
 
 _BITS = 15
@@ -19,6 +20,9 @@ _COUNTS = 4
 LATE = 1
 #: A write has failed.
 FAILED = 2
+
+#: Seconds between two messages of the first rank to the others while it waits for a write.
+WAIT_SECONDS = 60.0
 
 
 class StepWord(NamedTuple):
@@ -116,6 +120,47 @@ def exchange_in_call(
     told = exchange(collectives, {"call": call, **(message or {})}, problem, consequence)
     compare(collectives, [each.get("call") for each in told], "which method to call")
     return told
+
+
+def check_step(collectives: Collectives, step: int, subject: str) -> None:
+    """Raise UsageError on all ranks if a step is not valid, or differs. A collective."""
+    problem: Exception | None = None
+    try:
+        check_number("step", step)
+    except UsageError as error:
+        problem = error
+    told = exchange(collectives, {"step": repr(step)}, problem)
+    compare(collectives, [each["step"] for each in told], subject)
+
+
+def finish(
+    collectives: Collectives,
+    call: str,
+    finished: Callable[[float], bool],
+    consequence: str = "",
+) -> None:
+    """Wait for the current write, if any. A collective.
+
+    The ranks communicate while they wait, so that Horovod does not report a stall.
+
+    Args:
+        collectives: of the ranks.
+        call: the name of the calling method, the same on all ranks.
+        finished: on the first rank, waits for some seconds, and returns whether no write is
+            running.
+        consequence: added to an error.
+    """
+    going_on = True
+    while going_on:
+        problem: Exception | None = None
+        message: dict[str, Any] = {}
+        try:
+            if collectives.is_first:
+                message["going on"] = not finished(WAIT_SECONDS)
+        except Exception as error:
+            problem = error
+        told = exchange_in_call(collectives, call, message, problem, consequence)
+        going_on = told[0]["going on"]
 
 
 def _packed(counts: Sequence[int]) -> int:

@@ -8,11 +8,15 @@ steps. A job is stopped by a checkpointer that is no archive.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from hvdkit.checkpoint.signals import StopRequest
 from hvdkit.errors import RESUMABLE, UsageError
+from hvdkit.runtime.script_end import note_end_with
+
+_log = logging.getLogger("hvdkit.checkpoint")
 
 
 class Stopped(SystemExit):
@@ -91,3 +95,28 @@ class Checkpointers:
 
 def _rank(member: Member) -> tuple[int, bool]:
     return len(member.subjects), member.restores
+
+
+def stopped(request: StopRequest, step: int | None, speaks: bool) -> Stopped:
+    """Return the exception that ends this process.
+
+    Args:
+        request: is answered with it.
+        step: the last step that was saved.
+        speaks: whether this rank logs messages.
+    """
+    if speaks:
+        _log.warning(
+            "asked to stop%s: step %s is saved, and the job can be resumed; exit status %d",
+            *(f" ({request.asked})" if request.asked else "", step, RESUMABLE),
+        )
+    request.answer()
+    note_end_with(RESUMABLE)
+    return Stopped(step or 0)
+
+
+def end_process(request: StopRequest, step: int, speaks: bool, number: int | None) -> NoReturn:
+    """End this process for a signal after the last checkpointer was closed; see `StopRequest`."""
+    if number is not None:
+        request.record(number)
+    raise stopped(request, step, speaks)

@@ -23,8 +23,8 @@ from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED
 from hvdkit.checkpoint.snapshot import SnapshotMemory
+from hvdkit.checkpoint.step_files import Snapshot
 from hvdkit.checkpoint.store import Search, StepSearch
-from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.errors import UsageError
 from hvdkit.runtime import host_folders
 from hvdkit.runtime.progress import report_saved

@@ -19,9 +19,10 @@ from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError, Damaged, NoneGood
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.step_files import Snapshot
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.writing import Snapshot, Writer
+from hvdkit.checkpoint.writing import Writer
 from hvdkit.system.plain_files import parse_json
 
 _log = logging.getLogger("hvdkit.checkpoint")

@@ -8,9 +8,8 @@ clock, a signal, a failed write) are communicated before a decision depends on t
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import hvdkit
 from hvdkit.agreement.collectives import Collectives
@@ -18,7 +17,7 @@ from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.checkpoint import calls, memory
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.calls import StepWord
-from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
+from hvdkit.checkpoint.checkpointers import Checkpointers, end_process, stopped
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.host_memory import HostMemory
 from hvdkit.checkpoint.manifest import check_part_name
@@ -26,57 +25,20 @@ from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.replaced_state import follow
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
+from hvdkit.checkpoint.saved_steps import Restored, SavedStep, best_of, described
 from hvdkit.checkpoint.saving import Prepared, Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
-from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
+from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import RankItem, StatefulItem, is_divided
-from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary
+from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary, misplaced
+from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.store import StepSearch, Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot
-from hvdkit.errors import RESUMABLE, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.runtime.counters import counters
-from hvdkit.runtime.script_end import note_end_with
 
 _log = logging.getLogger("hvdkit.checkpoint")
-
-# Seconds between two messages of the first rank to the others while it waits for a write.
-_WAIT_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The step that a job resumes from.
-
-    Attributes:
-        step: as given to `save`.
-        epoch: as given to `save`.
-        metrics: as given to `save`.
-        world_size: the number of ranks of the job that saved it.
-    """
-
-    step: int
-    epoch: int | None
-    metrics: Mapping[str, float]
-    world_size: int
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """A step that can be restored.
-
-    Attributes:
-        step: as given to `save`.
-        epoch: as given to `save`.
-        metrics: as given to `save`.
-        location: its path or URL.
-    """
-
-    step: int
-    epoch: int | None
-    metrics: Mapping[str, float]
-    location: str
 
 
 class Manager:
@@ -350,7 +312,7 @@ class Manager:
                 "not keep this step",
                 *(name, ", ".join(sorted(metrics))),
             )
-        self._unknown_metrics |= missing
+        self._unknown_metrics.update(missing)
 
     @counters.timing_checkpoint
     def maybe_save(
@@ -391,7 +353,7 @@ class Manager:
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
         waits, never = self._boundary.ask()
-        wrong = self._schedule.error_at(step) or (_misplaced(step) if never else None)
+        wrong = self._schedule.error_at(step) or (misplaced(step) if never else None)
         first = 0
         if self._first:
             first += calls.LATE * self._schedule.is_late()
@@ -453,7 +415,7 @@ class Manager:
             UsageError, CheckpointError: see `save`.
         """
         self.save(step, epoch, metrics, wait=True)
-        raise _stopped(self._checkpointers.request, self._step, self._first)
+        raise stopped(self._checkpointers.request, self._step, self._first)
 
     def record_signals(self) -> None:
         """Record stop signals from now on, for the next `maybe_save`. Not a collective.
@@ -583,7 +545,7 @@ class Manager:
             CheckpointError: on all ranks: the folder cannot be read.
         """
         self._begin("restore")
-        self._check_step(step, "the step to continue at")
+        calls.check_step(self._collectives, step, "the step to continue at")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
         self._step = step
@@ -615,9 +577,8 @@ class Manager:
         """
         self._begin("steps")
         self._finish("steps")
-        return [
-            SavedStep(**fields) for fields in call_on_first(self._collectives, self._list_steps)
-        ]
+        listed = call_on_first(self._collectives, lambda: described(self._store))
+        return [SavedStep(**fields) for fields in listed]
 
     def latest(self) -> int | None:
         """Return the step that was saved last; None if there is none. A collective.
@@ -644,16 +605,8 @@ class Manager:
                 metric.
             CheckpointError: see `steps`.
         """
-        wanted, steps = KeepBest(metric, mode), self.steps()
-        if steps and not any(metric in saved.metrics for saved in steps):
-            known = sorted({name for saved in steps for name in saved.metrics})
-            expected = (
-                f"expected one of {', '.join(known)}"
-                if known
-                else (f"save() was called without metrics: pass metrics={{{metric!r}: ...}}")
-            )
-            raise UsageError(f"no step has the metric {metric!r}: {expected}")
-        return wanted.of([(saved.step, saved.metrics) for saved in steps])
+        wanted = KeepBest(metric, mode)
+        return best_of(self.steps(), wanted)
 
     def delete(self, step: int) -> None:
         """Delete a step of the newest run. A collective.
@@ -665,29 +618,8 @@ class Manager:
         """
         self._begin("delete")
         self._finish("delete")
-        self._check_step(step, "the step to delete")
+        calls.check_step(self._collectives, step, "the step to delete")
         call_on_first(self._collectives, lambda: self._writer.delete(step))
-
-    def _check_step(self, step: int, subject: str) -> None:
-        """Raise UsageError on all ranks if a step is not valid, or differs. A collective."""
-        problem: Exception | None = None
-        try:
-            check_number("step", step)
-        except UsageError as error:
-            problem = error
-        told = exchange(self._collectives, {"step": repr(step)}, problem)
-        compare(self._collectives, [each["step"] for each in told], subject)
-
-    def _list_steps(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "step": info.step,
-                "epoch": info.manifest.epoch,
-                "metrics": dict(info.manifest.metrics),
-                "location": info.location,
-            }
-            for info in self._store.steps_of_newest_run()
-        ]
 
     def wait(self) -> None:
         """Wait until everything is on the disk. A collective.
@@ -716,25 +648,8 @@ class Manager:
             )
 
     def _finish(self, call: str, consequence: str = "") -> None:
-        """Wait for the current write, if any. A collective.
-
-        The ranks communicate while they wait, so that Horovod does not report a stall.
-
-        Args:
-            call: the name of the calling method, the same on all ranks.
-            consequence: added to an error.
-        """
-        going_on = True
-        while going_on:
-            problem: Exception | None = None
-            message: dict[str, Any] = {}
-            try:
-                if self._first:
-                    message["going on"] = not self._writer.finished(_WAIT_SECONDS)
-            except Exception as error:
-                problem = error
-            told = calls.exchange_in_call(self._collectives, call, message, problem, consequence)
-            going_on = told[0]["going on"]
+        """Wait for the current write, if any. A collective, see `calls.finish`."""
+        calls.finish(self._collectives, call, self._writer.finished, consequence)
 
     def close(self) -> None:
         """Wait for the current write and release the storage. A collective; may be called twice.
@@ -774,7 +689,7 @@ class Manager:
         request = self._checkpointers.request
         if keep_signals and self._step is not None and not self._is_archive:
             # Horovod may be shut down, so this does not ask for the rank.
-            request.end_process = partial(_end_process, request, self._step, self.run is not None)
+            request.end_process = partial(end_process, request, self._step, self.run is not None)
         self._checkpointers.remove(self)
         self._signals.remove(keep_signals)
         self._writer.close()
@@ -791,7 +706,7 @@ class Manager:
             return
         self._closed = True
         try:
-            while not self._writer.finished(_WAIT_SECONDS):
+            while not self._writer.finished(calls.WAIT_SECONDS):
                 pass
         except Exception as error:
             _log.error("the last save failed: %s", error)
@@ -817,36 +732,3 @@ class Manager:
                 "the checkpointer is closed: make a new one. In Keras, a fit with a Checkpoint "
                 "inside another fit closes the Checkpoint of the outer fit"
             )
-
-
-def _stopped(request: StopRequest, step: int | None, speaks: bool) -> Stopped:
-    """Return the exception that ends this process.
-
-    Args:
-        request: is answered with it.
-        step: the last step that was saved.
-        speaks: whether this rank logs messages.
-    """
-    if speaks:
-        _log.warning(
-            "asked to stop%s: step %s is saved, and the job can be resumed; exit status %d",
-            *(f" ({request.asked})" if request.asked else "", step, RESUMABLE),
-        )
-    request.answer()
-    note_end_with(RESUMABLE)
-    return Stopped(step or 0)
-
-
-def _end_process(request: StopRequest, step: int, speaks: bool, number: int | None) -> NoReturn:
-    if number is not None:
-        request.record(number)
-    raise _stopped(request, step, speaks)
-
-
-def _misplaced(step: int) -> UsageError:
-    return UsageError(
-        f"maybe_save({step}) was called between a backward pass and the step that uses its "
-        f"gradients, as all calls since an earlier step were. A checkpoint has no gradients, so "
-        f"none of them could save. Call it after the steps of the optimizers. If no step uses the "
-        f"gradients of a pass, call optimizer.zero_grad() before it"
-    )

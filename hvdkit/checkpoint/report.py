@@ -17,6 +17,7 @@ from rich.table import Table
 from hvdkit.checkpoint import tensors
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.pruning import of_older_runs, prunable
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
@@ -178,7 +179,7 @@ def prune(
             writer = resources.enter_context(store.open_for_writing())
         total = sum(info.manifest.size for info in store.steps())
         with _progress(console, "verifying the steps to keep", total) as progress:
-            going = store.prunable(retention, older_runs, progress)
+            going = prunable(store, retention, older_runs, progress)
         sizes = {entry.name: entry.size for entry in going}
         if damaged:
             sizes |= dict.fromkeys(store.quarantined(), 0)
@@ -194,7 +195,7 @@ def prune(
             ("--damaged deletes quarantined steps", not damaged and bool(store.quarantined())),
             (
                 "--older-runs deletes steps of older runs",
-                not older_runs and bool(store.of_older_runs()),
+                not older_runs and bool(of_older_runs(store)),
             ),
         )
         if useful
@@ -322,16 +323,15 @@ class _PlainProgress:
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console, self._title, self._total = console, title, total
-        self._done = self._said = 0
+        self._done = 0
 
     def __call__(self, count: int) -> None:
-        self._done += count
+        before, self._done = self._done, self._done + count
         if self._total < self._SHORT:
             return
-        percent = 100 * self._done // self._total
-        if percent >= self._said + _PLAIN_STEP:
-            self._said = percent - percent % _PLAIN_STEP
-            _print(self._console, f"{self._title}: {self._said} %")
+        said, parts = (100 * done // self._total // _PLAIN_STEP for done in (before, self._done))
+        if parts > said:
+            _print(self._console, f"{self._title}: {_PLAIN_STEP * parts} %")
 
 
 def _print(console: Console, text: str) -> None:

@@ -21,8 +21,8 @@ from hvdkit.checkpoint.state import (
     Tree,
     is_divided,
 )
+from hvdkit.checkpoint.step_files import EncodedPart, rank_to_bytes
 from hvdkit.checkpoint.storage import check_number
-from hvdkit.checkpoint.writing import EncodedPart, rank_to_bytes
 from hvdkit.errors import UsageError
 
 

@@ -10,8 +10,8 @@ from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.memory import ALIGNMENT, Allocate
 from hvdkit.checkpoint.sharding import Divided
 from hvdkit.checkpoint.state import Tensor, TensorSpec, Tree
+from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.writing import EncodedPart
 
 _K = TypeVar("_K")
 Encoded = Mapping[str, tuple[Any, dict[str, Tensor]]]

@@ -9,6 +9,8 @@ was at a boundary.
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from hvdkit.errors import UsageError
+
 #: How far a rank is since the last boundary, such as numbers of passes; None at a boundary.
 Place = tuple[int, ...] | None
 
@@ -89,3 +91,13 @@ def window_boundary(optimizers: Callable[[], Iterable[Accumulating]]) -> StepBou
         return windows if any(windows) else None
 
     return StepBoundary(place, lambda: sum(each.updates for each in optimizers()))
+
+
+def misplaced(step: int) -> UsageError:
+    """Return the error of a loop whose calls of `maybe_save` never are at a boundary."""
+    return UsageError(
+        f"maybe_save({step}) was called between a backward pass and the step that uses its "
+        f"gradients, as all calls since an earlier step were. A checkpoint has no gradients, so "
+        f"none of them could save. Call it after the steps of the optimizers. If no step uses the "
+        f"gradients of a pass, call optimizer.zero_grad() before it"
+    )

@@ -215,59 +215,6 @@ class Store:
         """
         return Search(self, step, run, quarantine)
 
-    def prunable(
-        self,
-        retention: Retention,
-        older_runs: bool = False,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[Entry]:
-        """List the complete steps of the newest run that `retention` deletes, oldest first.
-
-        The steps to keep are read and verified. A damaged step is not deleted, but `retention` does
-        not count it. So at least one good step stays, if there is one.
-
-        Args:
-            retention: which steps are kept.
-            older_runs: delete all steps of older runs as well, if the newest has a good step.
-            progress: called with the number of bytes read since the previous call.
-
-        Raises:
-            CheckpointError: the folder or a step cannot be read.
-        """
-        entries = self.entries()
-        run = newest_run(entries)
-        listed = [e for e in entries if e.run == run and e.error is None]
-        good: list[Entry] = []
-        while True:
-            stay = [
-                listed[place]
-                for place in retention.kept([e.manifest for e in listed if e.manifest])
-            ]
-            unread = [entry for entry in stay if entry not in good]
-            if not unread:
-                break
-            opened, problems = self.examine(unread[0], progress)
-            if opened is not None:
-                opened.close()
-                good.append(unread[0])
-            else:
-                listed.remove(unread[0])
-                self.say_damaged(
-                    unread[0].step, problems, "it is not deleted, and not counted as kept."
-                )
-        older = [entry for entry in entries if entry.run != run and older_runs and good]
-        return [entry for entry in [*older, *listed] if entry not in good]
-
-    def of_older_runs(self) -> list[Entry]:
-        """List the steps of all runs except the newest, oldest first.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
-        """
-        entries = self.entries()
-        newest = newest_run(entries)
-        return [entry for entry in entries if entry.run != newest]
-
     def candidates(self, step: int | None, run: int | None) -> list[Entry]:
         """Return the steps of one run that could be restored, newest first.
 

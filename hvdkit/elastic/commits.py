@@ -21,7 +21,7 @@ from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.host_steps import HostSteps, Key, content_of, key_of
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.saving import parts_of_first
-from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
+from hvdkit.checkpoint.step_files import Snapshot, rank_to_bytes
 from hvdkit.elastic.parts import Parts, read
 from hvdkit.runtime.elastic_start import ElasticStart
 from hvdkit.runtime.progress import report_committed, report_saved

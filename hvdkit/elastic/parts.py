@@ -19,8 +19,8 @@ from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.snapshot import placed
 from hvdkit.checkpoint.state import StatefulItem, TensorSpec, Tree
+from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.tensors import nbytes
-from hvdkit.checkpoint.writing import EncodedPart
 from hvdkit.errors import UsageError
 
 #: Name of an item -> its state, in host memory.

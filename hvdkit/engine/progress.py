@@ -32,7 +32,6 @@ class BuildProgress:
         self._console = console
         self._title = title
         self._percent = 0
-        self._printed = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -51,11 +50,10 @@ class BuildProgress:
         # Two libraries are compiled at the same time, so the numbers may decrease: ignore that.
         if now is None or now <= self._percent:
             return
-        self._percent = now
+        before, self._percent = self._percent, now
         if self._bar is not None:
             self._bar.update(self._task, completed=now)
-        elif now >= self._printed + _PLAIN_STEP:
-            self._printed = now - now % _PLAIN_STEP
+        elif now // _PLAIN_STEP > before // _PLAIN_STEP:
             elapsed = int(time.monotonic() - self._started)
             self._console.print(f"{self._title}: {now} %, {elapsed // 60}:{elapsed % 60:02d}")
 

@@ -258,11 +258,11 @@ def build_metrics(model: Any, epoch: Any) -> None:
         model._symbolic_build(data_batch=epoch._distributed_dataset.element_spec)
 
 
-def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Reduce gradients of `keras.Variable`s with the backend's `GradientReducer`."""
+def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+    """Reduce gradients of `keras.Variable`s; see `reduce` of the backend's `GradientReducer`."""
     if NAME == "tensorflow":
-        return list(reducer(gradients, variables))
-    return list(reducer(gradients, [v.value for v in variables], [v.path for v in variables]))
+        return reducer.reduce(gradients, variables)
+    return reducer.reduce(gradients, [v.value for v in variables], [v.path for v in variables])
 
 
 def maximum(values: Sequence[Any], name: str, process_set: Any) -> list[Any]:

@@ -73,8 +73,8 @@ class BroadcastGlobalVariablesCallback(CollectiveCallback, HasLocalVariables):
         """
         super().__init__()
         self.root_rank = root_rank
-        self.broadcast_done = False
-        self._model_done: Any = None
+        # The model that was broadcast.
+        self._done: Any = None
         if local_variables is None:
             local_variables = []
         elif not isinstance(local_variables, Iterable) or hasattr(local_variables, "assign"):
@@ -97,15 +97,19 @@ class BroadcastGlobalVariablesCallback(CollectiveCallback, HasLocalVariables):
         if not self._is_done():
             self._broadcast()
 
+    @property
+    def broadcast_done(self) -> bool:
+        """Whether a model was broadcast."""
+        return self._done is not None
+
     def _is_done(self) -> bool:
         if self.alone:
             return True
-        return self.broadcast_done and (self._model_done is None or self._model_done is self.model)
+        return self.broadcast_done and self._done is self.model
 
     def _broadcast(self) -> None:
         broadcast_model(self.model, self.root_rank, self._process_set(), self.local_variables)
-        self.broadcast_done = True
-        self._model_done = self.model
+        self._done = self.model
 
     def _process_set(self) -> Any:
         distribution = distribution_of(main_optimizer(self.model))
@@ -204,8 +208,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        self._velocities: list[Any] = []
-        self._scale_velocities: Callable[[float], None] = backend.scaling_of([])
+        # The velocities, and a function that scales them.
+        self._scaled: tuple[list[Any], Callable[[float], None]] = [], backend.scaling_of([])
         if callable(multiplier):
             self.multiplier = multiplier
         else:
@@ -234,13 +238,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 f"{type(self).__name__} cannot set the rate: make the optimizer with a number, or "
                 f"omit the callback"
             )
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
-            if not self.steps_per_epoch:
-                raise UsageError(
-                    f"the number of batches in an epoch is unknown: pass steps_per_epoch to "
-                    f"{type(self).__name__}"
-                )
+        if not self.staircase and not self._steps:
+            raise UsageError(
+                f"the number of batches in an epoch is unknown: pass steps_per_epoch to "
+                f"{type(self).__name__}"
+            )
+
+    @property
+    def _steps(self) -> int:
+        """The number of batches in an epoch of this `fit`; 0 if it is unknown."""
+        return self.steps_per_epoch or self.params.get("steps") or 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.current_epoch = epoch
@@ -250,8 +257,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._set_rate(self.initial_lr * self.multiplier(epoch + batch / self.steps_per_epoch))
+            self._set_rate(self.initial_lr * self.multiplier(epoch + batch / self._steps))
         elif batch == 0:
             self._set_rate(self.initial_lr * self.multiplier(epoch))
 
@@ -265,10 +271,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = rate
         if self.momentum_correction and old > 0 and rate != old:
             velocities = _velocities(optimizer)
-            if list(map(id, velocities)) != list(map(id, self._velocities)):
-                self._velocities = velocities
-                self._scale_velocities = backend.scaling_of(velocities)
-            self._scale_velocities(rate / old)
+            if list(map(id, velocities)) != list(map(id, self._scaled[0])):
+                self._scaled = velocities, backend.scaling_of(velocities)
+            self._scaled[1](rate / old)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -298,8 +303,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             # An execution trains `steps_per_execution` batches with one rate. Use the fractional
             # epoch at the end of the execution, but not more than the end of the current epoch.
-            assert self.steps_per_epoch is not None
-            ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
+            ahead = getattr(self.model, "steps_per_execution", 1) / self._steps
             epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
             size = backend.hvd.size()
             return float(1.0 / size * (epoch * (size - 1) / warmup_epochs + 1))

@@ -201,3 +201,30 @@ def check_data(adapter: Any) -> None:
     sampler = sampler_of(loader)
     if any(sampler is saved for saved in _saved):
         check_loader(loader, sampler)
+
+
+def check_steps(sampler: ResumableSampler, steps: int | None) -> None:
+    """Check that an epoch of `fit` has the batches of the sampler.
+
+    Args:
+        sampler: of the data.
+        steps: batches of an epoch; None if unknown.
+
+    Raises:
+        UsageError: an epoch may have another number of batches.
+    """
+    batches = sampler.batches_per_epoch
+    if steps is None:
+        raise UsageError(
+            f"the number of batches of fit's data is unknown, as after filter() or "
+            f"from_generator(): the ResumableSampler counts {batches} "
+            f"batches in an epoch. Do not filter the sampler's dataset: give the sampler only "
+            f"the samples to train. If the dataset has all of the sampler's batches, call "
+            f"dataset.apply(tf.data.experimental.assert_cardinality(sampler.batches_per_epoch))"
+        )
+    if steps != batches:
+        raise UsageError(
+            f"an epoch of fit has {steps} steps, and the ResumableSampler has "
+            f"{batches} batches: omit steps_per_epoch, or give the "
+            f"sampler fewer samples"
+        )

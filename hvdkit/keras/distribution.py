@@ -90,7 +90,6 @@ class Distribution:
         self._reducer: Any = None
         self._reducer_state: Any = None
         self._window: AccumulationWindow | None = None
-        self._applying = False
         self._update: Callable[..., None] = optimizer.apply
         self._model_in_step: Any = None
         self._wrapped = optimizer
@@ -214,7 +213,7 @@ class Distribution:
             given: the variables; None for those that the optimizer was built with.
         """
         variables = optimizer._trainable_variables if given is None else list(given)
-        if self._applying or not variables or len(gradients) != len(variables):
+        if self in _being_applied or not variables or len(gradients) != len(variables):
             # The gradients are reduced already, or there are none, or Keras reports an error.
             update(gradients, given)
             return
@@ -231,7 +230,7 @@ class Distribution:
             used_by(model)[self] = None
         backend.check_no_strategy()
         if self.accumulation_steps == 1:
-            self._apply_reduced(self._reduce(gradients, variables), variables)
+            self._apply_reduced(*self._reduce(gradients, variables), variables)
             return
         if not optimizer.built:
             with backend.outside_of_graphs():
@@ -250,11 +249,14 @@ class Distribution:
             lambda: window.add(ordered),
         )
 
-    def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
-        """Update with reduced gradients of `variables`, unless all ranks skip the update."""
+    def _apply_reduced(self, gradients: list[Any], skips: Any, variables: Sequence[Any]) -> None:
+        """Update with reduced gradients of `variables`, unless all ranks skip the update.
+
+        Args:
+            skips: whether they do: a tensor in a graph.
+        """
         optimizer = self._optimizer
         update = functools.partial(self._update, gradients, variables)
-        self._applying = True
         _being_applied[self] = {id(v) for v in variables if not self.is_local(v)}
         try:
             if self._on_nonfinite == IGNORE:
@@ -266,9 +268,8 @@ class Distribution:
             # `cond` is needed even if the policy is to raise an error. Without it, a graph could
             # change variables that do not depend on gradients, such as the number of steps, before
             # the error.
-            keras.ops.cond(self._reducer.skips_step, lambda: None, update)
+            keras.ops.cond(skips, lambda: None, update)
         finally:
-            self._applying = False
             del _being_applied[self]
 
     def _step(self, sums: list[Any], scale: float = 1.0) -> None:
@@ -279,13 +280,13 @@ class Distribution:
         # reduction raises because they are not finite.
         window.clear()
         with backend.after_assignment(window.passes):
-            reduced = self._reduce(sums, window.variables)
+            reduced, skips = self._reduce(sums, window.variables)
         if scale != 1.0:
             reduced = [
                 g if overwritten(v) else backend.scaled(g, scale)
                 for g, v in zip(reduced, window.variables, strict=True)
             ]
-        self._apply_reduced(reduced, window.variables)
+        self._apply_reduced(reduced, skips, window.variables)
 
     def flush(self) -> bool:
         """Apply the accumulated gradients; see the function `flush`."""
@@ -380,11 +381,14 @@ class Distribution:
                 self._reducer.restore_state(self._reducer_state)
         return self._reducer
 
-    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return the reduced gradients, and whether all ranks skip the step."""
         shared = self._shared(variables)
         known = {id(v) for v in shared}
         indices = [k for k, v in enumerate(variables) if id(v) in known]
-        reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in indices], shared)
+        reduced, skips = backend.reduce(
+            self._get_reducer(shared), [gradients[k] for k in indices], shared
+        )
         result = list(gradients)
         # The reducer divides only what it reduces.
         ranks = len(self.collectives.ranks) if self._scale_local else 1
@@ -398,7 +402,7 @@ class Distribution:
         for k, gradient in zip(indices, reduced, strict=True):
             result[k] = gradient
         self._maximize(result, variables)
-        return result
+        return result, skips
 
     def _maximize(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Replace new values of variables, see `overwritten`, by their maximum over the ranks."""

@@ -1,7 +1,7 @@
 """Horovod's elastic training for Keras models, for every backend of Keras."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -323,22 +323,21 @@ class UpdateBatchStateCallback(_UpdateCallback):
             state: has an attribute `batch`.
         """
         super().__init__(state)
-        self._resumes = False
-        self._rates: list[float] = []
-        self._copies: Copies | None = None
+        self._resumed: ResumedEpoch | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._rescale()
-        self._resumes = self.state.batch > 0
-        self._rates = learning_rates(self.model)
-        self._copies = Copies(self.model) if self._resumes else None
+        batches = self.state.batch
+        self._resumed = None
+        if batches > 0:
+            undo = _undoing(self.model)
+            self._resumed = ResumedEpoch(batches, batches, undo, _nothing, lambda: _nothing)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self._resumes:
-            batches = self.state.batch
-            set_next_epoch(ResumedEpoch(batches, batches, self._undo, _nothing, lambda: _nothing))
-        self._resumes = False
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            set_next_epoch(resumed)
 
     def _rescale(self) -> None:
         """Keep the same fraction of the epoch if the size of an epoch has changed.
@@ -360,21 +359,25 @@ class UpdateBatchStateCallback(_UpdateCallback):
         if isinstance(state, CommittedState):
             state.keep(_EPOCH_SIZE, size)
 
-    def _undo(self, _: Any) -> None:
-        """Undo changes of variables in the `on_epoch_begin` of the resumed epoch.
-
-        The commit contains the changes that the same callback made when the epoch first began.
-        """
-        if self._copies is not None:
-            self._copies.restore()
-            self._copies = None
-        set_learning_rates(self.model, self._rates)
-
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.state.batch = trained_batches(batch, self.params)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.state.batch = 0
+
+
+def _undoing(model: Any) -> Callable[[Any], None]:
+    """Return a function that undoes changes of variables in `on_epoch_begin` of a resumed epoch.
+
+    The commit contains the changes that the same callback made when the epoch first began.
+    """
+    rates, copies = learning_rates(model), Copies(model)
+
+    def undo(_: Any) -> None:
+        copies.restore()
+        set_learning_rates(model, rates)
+
+    return undo
 
 
 def _nothing() -> None:

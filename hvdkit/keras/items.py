@@ -1,8 +1,7 @@
 """Stateful items of Keras for checkpoints; see `hvdkit.checkpoint.state`."""
 
-import logging
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +14,7 @@ from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import arrays, h5
 from hvdkit.checkpoint.items import Plain, Variables, named, plain, smallest
-from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
+from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.fit.metrics import flat_metrics
@@ -29,8 +28,6 @@ from hvdkit.keras.further_optimizers import (
 from hvdkit.keras.model_state import buffers_of, loss_variables, recurrent_states
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras_variables.optimizer_slots import optimizer_variables, slots_of
-
-log = logging.getLogger("hvdkit.keras")
 
 #: The part of a checkpoint with the optimizers that are attributes of the model.
 _FURTHER = "optimizers"
@@ -101,19 +98,14 @@ class Layout:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._layout: Tree = None
-        self._others: dict[str, Any] = {}
-        # The optimizers that were built when the layout was looked up.
-        self._built: Sequence[str] = ()
+        # Looked up once for the same built optimizers, because Keras then reads all variables.
+        self._look_up = functools.lru_cache(maxsize=1)(self._look_up_with)
 
     def save(self) -> Tree:
         """Return the layout, and the tensors that are neither weights nor optimizer state."""
-        built = list(built_optimizers(self._model))
-        if self._layout is None or self._built != built:
-            self._others = {}
-            self._layout, self._built = self._look_up(), built
-        others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
-        return {h5.LAYOUT: self._layout, "others": others}
+        layout, others = self._look_up(tuple(built_optimizers(self._model)))
+        tensors = {name: backend.tensor_of(variable) for name, variable in others.items()}
+        return {h5.LAYOUT: layout, "others": tensors}
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return memory to read the other tensors into. `restore` ignores them."""
@@ -123,7 +115,13 @@ class Layout:
     def restore(self, tree: Tree) -> None:
         """Ignore the saved layout."""
 
-    def _look_up(self) -> Tree:
+    def _look_up_with(self, built: Sequence[str]) -> tuple[Tree, dict[str, Any]]:  # noqa: ARG002
+        """Return the layout, and name -> variable for the other tensors.
+
+        Args:
+            built: the names of the optimizers that are built.
+        """
+        others: dict[str, Any] = {}
         recorder = _Recorder()
         try:
             saving_lib._save_state(
@@ -135,7 +133,7 @@ class Layout:
             )
         except Exception as error:
             # An error in the code of a layer. It affects an export only.
-            return f"the layout is unknown ({type(error).__name__}: {error})"
+            return f"the layout is unknown ({type(error).__name__}: {error})", others
         optimizer = self._model.optimizer
         known = {
             id(variable): (part, name)
@@ -150,23 +148,23 @@ class Layout:
             part = f"{attribute}.variables"
             known |= {id(v): (_FURTHER, f"{part}.{name}") for name, v in variables.items()}
         layout: list[Any] = []
-        for path, name, values in recorder.groups:
-            entries = []
-            for key, given in values:
+        for group in recorder.groups:
+            path, entries = group.path, []
+            for key, given in group.values:
                 value = self._of_optimizer(path, key, given)
                 if not isinstance(value, keras.Variable):
                     return (
                         f"{path or type(self._model).__name__} computes the value that it saves as "
                         f"{key!r}, so this value is not a copy of a variable"
-                    )
+                    ), others
                 if id(value) not in known:
                     other = f"{path}/{key}"
-                    self._others[other] = value
+                    others[other] = value
                     # The name of this tensor in the checkpoint.
                     known[id(value)] = (h5.PART, f"others.{other}")
                 entries.append([key, *known[id(value)]])
-            layout.append([path, name, entries])
-        return layout
+            layout.append([path, group.name, entries])
+        return layout, others
 
     def _of_optimizer(self, path: str, key: str, value: Any) -> Any:
         """Return the optimizer's variable if `value` is a copy of it; otherwise `value`."""
@@ -180,37 +178,46 @@ class Layout:
         return variable if same else value
 
 
+class _Group:
+    """The values that Keras would write to one group of a file.
+
+    Attributes:
+        path: of the group.
+        name: of the layer or optimizer; None if Keras gives none.
+        values: key and value, in order.
+    """
+
+    def __init__(self, path: str, name: str | None) -> None:
+        self.path = path
+        self.name = name
+        self.values: list[tuple[str, Any]] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values.append((key, value))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
 class _Recorder(saving_lib.H5IOStore):
     """A store that records the values that Keras would write to a file."""
 
     def __init__(self) -> None:
         self.mode = "w"
-        #: Path, name, and the keys and values of each group.
-        self.groups: list[tuple[str, str | None, list[tuple[str, Any]]]] = []
-        self._open: list[tuple[str, Any]] | None = None
-        self._path = ""
+        self._made: list[_Group] = []
 
     def __bool__(self) -> bool:
         return True
 
     def make(self, path: str, metadata: dict[str, Any] | None = None) -> Any:
-        self._path, self._open = path, None
-        if metadata:
-            self._begin(metadata.get("name"))
-        return self
+        group = _Group(path, metadata.get("name") if metadata else None)
+        self._made.append(group)
+        return group
 
-    def _begin(self, name: str | None) -> None:
-        self._open = []
-        self.groups.append((self._path, name, self._open))
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if self._open is None:
-            self._begin(None)
-        assert self._open is not None
-        self._open.append((key, value))
-
-    def __len__(self) -> int:
-        return len(self._open or ())
+    @property
+    def groups(self) -> list[_Group]:
+        """The groups that have a name or values."""
+        return [group for group in self._made if group.name is not None or group.values]
 
 
 class OwnVariables:
@@ -299,190 +306,3 @@ def _smallest(variables: Sequence[Any]) -> list[Any]:
     by_id = {str(id(variable)): variable for variable in variables}
     chosen = smallest({key: backend.bytes_of(each) for key, each in by_id.items()})
     return [variable for key, variable in by_id.items() if key in chosen]
-
-
-#: The attributes of Keras's callbacks on which later epochs depend.
-_CALLBACK_ATTRIBUTES: Mapping[str, Sequence[str]] = {
-    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
-    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    "BackupAndRestore": ("_batches_seen_since_last_saving", "_last_batch_seen"),
-    "SwapEMAWeights": ("_ema_weights_in_model",),
-    "History": ("epoch", "history"),
-}
-
-
-#: The key of the callbacks' settings, beside their states.
-_SETTINGS = "settings"
-
-_SETTING_NAMES = ("monitor", "mode", "filepath")
-
-
-class CallbackStates:
-    """A `StatefulItem`: the states of the other callbacks of a `fit`.
-
-    Includes Keras's callbacks with a state that affects later epochs, and all callbacks with
-    `state_dict()` and `load_state_dict()` for plain values and NumPy arrays. All ranks get the
-    first rank's states, because logs are the same on all ranks, and other ranks drop callbacks
-    that write files.
-
-    A callback gets the state of a callback of the same class, with the same `monitor`, `mode` and
-    `filepath`. Callbacks that are equal in all of these are matched in their order.
-
-    Args:
-        callbacks: returns the callbacks.
-        warns: whether `restore` logs a warning on rank 0 if states or callbacks have no match.
-    """
-
-    def __init__(self, callbacks: Callable[[], Sequence[Any]], warns: bool = True) -> None:
-        self._callbacks = callbacks
-        self._warns = warns
-
-    def save(self) -> Tree:
-        """Return the states. A key is a class and an index, such as `EarlyStopping.0`."""
-        named = self._named()
-        states: dict[str, Any] = {key: _with_arrays(_state(each)) for key, each in named.items()}
-        return {**states, _SETTINGS: {key: _settings(each) for key, each in named.items()}}
-
-    def plan_restore(self, tree: Tree) -> Tree:
-        """Return memory for weights of callbacks, which version 1 of the format has as tensors."""
-        return _mapped(
-            tree, lambda leaf: arrays.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
-        )
-
-    def restore(self, tree: Tree) -> None:
-        """Restore the states of callbacks that have one in the checkpoint."""
-        named = self._named()
-        own = {key: _settings(callback) for key, callback in named.items()}
-        # Earlier versions saved no settings. Then the class and the index have to match.
-        saved = tree.get(_SETTINGS)
-        known = saved if saved is not None else {key: own.get(key, []) for key in tree}
-        matched = _matched(own, known)
-        if self._warns and backend.hvd.rank() == 0:
-            _warn_of_others(
-                # Checkpoints of earlier versions lack states of hvdkit's own objects.
-                [
-                    _described(key, own[key])
-                    for key, callback in named.items()
-                    if key not in matched and isinstance(callback, keras.callbacks.Callback)
-                ],
-                [_described(key, known[key]) for key in known.keys() - matched.values()],
-            )
-        for key, saved_key in matched.items():
-            callback, state = named[key], tree[saved_key]
-            if hasattr(callback, "load_state_dict"):
-                callback.load_state_dict(state)
-                continue
-            for name, value in state.items():
-                setattr(callback, name, value)
-
-    def _named(self) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for callback in self._callbacks():
-            if _state(callback) is None:
-                continue
-            kind, number = type(callback).__name__, 0
-            while f"{kind}.{number}" in result:
-                number += 1
-            result[f"{kind}.{number}"] = callback
-        return result
-
-
-def _settings(callback: Any) -> list[str | None]:
-    """Return `monitor`, `mode` and `filepath`, which distinguish callbacks of one class."""
-    # In a class with `state_dict()`, other attributes may be a part of the state.
-    names = _SETTING_NAMES[:1] if hasattr(callback, "state_dict") else _SETTING_NAMES
-    values = [getattr(callback, name, None) for name in names]
-    return [str(value) if isinstance(value, str | os.PathLike) else None for value in values]
-
-
-def _matched(
-    own: Mapping[str, Sequence[str | None]], saved: Mapping[str, Sequence[str | None]]
-) -> dict[str, str]:
-    """Return the key of each callback that has a saved state -> the key of the state.
-
-    Args:
-        own: key -> settings of each callback.
-        saved: key -> settings of each callback that was saved.
-    """
-    matched: dict[str, str] = {}
-    for whole in (True, False):
-        there = _grouped(saved, saved.keys() - matched.values(), whole)
-        for group, keys in _grouped(own, own.keys() - matched.keys(), whole).items():
-            matched |= dict(zip(keys, there.get(group, []), strict=False))
-    return matched
-
-
-def _grouped(
-    settings: Mapping[str, Sequence[str | None]], keys: Collection[str], whole: bool
-) -> dict[tuple[Any, ...], list[str]]:
-    """Return the keys of each class with equal settings, in their order.
-
-    Args:
-        settings: key -> settings.
-        keys: the keys to group.
-        whole: whether to compare whole paths. A folder may have another path than before, so
-            otherwise only the names of the files are compared.
-    """
-    found: dict[tuple[Any, ...], list[str]] = {}
-    for key in sorted(keys, key=_class_and_index):
-        values = [v if whole or v is None else os.path.basename(v) for v in settings[key]]
-        found.setdefault((_class_and_index(key)[0], *values), []).append(key)
-    return found
-
-
-def _class_and_index(key: str) -> tuple[str, int]:
-    kind, _, index = key.rpartition(".")
-    return kind, int(index)
-
-
-def _described(key: str, settings: Sequence[str | None]) -> str:
-    """Return the text for a callback in a warning, such as `EarlyStopping(monitor='loss')`."""
-    values = [f"{n}={v!r}" for n, v in zip(_SETTING_NAMES, settings, strict=False) if v is not None]
-    return f"{_class_and_index(key)[0]}({', '.join(values)})"
-
-
-def _warn_of_others(own: Sequence[str], saved: Sequence[str]) -> None:
-    """Warn of callbacks and saved states that have no match."""
-    if own:
-        log.warning(
-            "the checkpoint has no state of %s, which begins without a best value and counters. A "
-            "callback gets the state of the same class with the same monitor, mode and filepath. "
-            "If the callback is not new, pass it to fit as in the run that saved the checkpoint.",
-            ", ".join(own),
-        )
-    if saved:
-        log.warning(
-            "the checkpoint has the state of %s, and fit has no such callback: the next save drops "
-            "this state. If this is not intended, pass the callback to fit as in the run that "
-            "saved the checkpoint.",
-            ", ".join(sorted(saved)),
-        )
-
-
-def _state(callback: Any) -> dict[str, Any] | None:
-    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
-        state: dict[str, Any] = callback.state_dict()
-        return state
-    for kind in type(callback).__mro__:
-        if kind.__module__.startswith("keras.") and kind.__name__ in _CALLBACK_ATTRIBUTES:
-            names = _CALLBACK_ATTRIBUTES[kind.__name__]
-            return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
-    return None
-
-
-def _with_arrays(state: Any) -> Tree:
-    def leaf(value: Any) -> Any:
-        # A log may be a tensor. The best weights may have arrays of shape (), which become scalars
-        # of NumPy with the same dtype.
-        return keras.ops.convert_to_numpy(value)[()] if hasattr(value, "shape") else value
-
-    return _mapped(state, leaf)
-
-
-def _mapped(tree: Tree, leaf: Callable[[Any], Any]) -> Tree:
-    if isinstance(tree, dict):
-        return {key: _mapped(value, leaf) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(value, leaf) for value in tree)
-    return leaf(tree)

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.fit.collective_callbacks import LastCallback
+from hvdkit.keras.fit.metrics import numbers_of
 from hvdkit.keras.models import main_optimizer
 from hvdkit.keras.multi_optimizer import updating_optimizers
 from hvdkit.keras.optimizer import distribution_of
@@ -60,9 +61,10 @@ class MonitorCallback(LastCallback):
         self._every = every
         self._batch_size = batch_size
         self._monitor: BaseMonitor | None = None
-        self._checkpoint: Checkpoint | None = None
+        # The steps at the end of the last `fit`.
         self._steps = 0
-        self._begun = False
+        # Returns the steps before the first epoch of `fit`; None after it has begun.
+        self._first: Callable[[int], int] | None = None
         self._logs: Mapping[str, Any] = {}
         self._batch_ended: float | None = None
         self._pause = contextlib.ExitStack()
@@ -86,21 +88,17 @@ class MonitorCallback(LastCallback):
             self._every,
         )
         found = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-        self._checkpoint = found[0] if found else None
-        self._begun = False
+        before, of_epoch = self._steps, self.params.get("steps") or 0
+        # A `Checkpoint` may begin after this callback.
+        self._first = lambda epoch: found[0].step if found else before or epoch * of_epoch
 
     def epoch_begins(self, epoch: int) -> None:
         """Continue with the steps of a checkpoint. Not a collective."""
         self._batch_ended = None
-        if self._begun:
-            return
-        self._begun = True
-        assert self._monitor is not None
-        if self._checkpoint is not None:
-            self._steps = self._checkpoint.step
-        elif not self._steps:
-            self._steps = epoch * (self.params.get("steps") or 0)
-        self._monitor.steps = self._steps
+        first, self._first = self._first, None
+        if first is not None:
+            assert self._monitor is not None
+            self._monitor.steps = first(epoch)
 
     def batch_is_read(self) -> None:
         """Count the time since the last batch. Not a collective."""
@@ -144,10 +142,7 @@ class MonitorCallback(LastCallback):
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in the logs of Keras; a custom `train_step` may return anything."""
-    found = {}
-    for name, value in logs.items():
-        with contextlib.suppress(TypeError, ValueError):
-            found[str(name)] = float(value)
+    found = numbers_of(logs)
     return {name: x for name, x in found.items() if not name.startswith(metrics.RESERVED)}
 
 

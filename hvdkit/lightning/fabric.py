@@ -11,6 +11,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 import hvdkit.torch as hvd
 from hvdkit.lightning import collectives
+from hvdkit.lightning.environment import HvdkitEnvironment
 from hvdkit.lightning.ranks import RanksMixin, check_batch_norm, no_sync
 from hvdkit.torch.unwrapped import expect_reduction
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -47,10 +48,10 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         precision: Any = None,
         **options: Any,
     ) -> None:
-        environment = self._begin(options)
+        self.options = self._checked(options)
         super().__init__(
             accelerator=accelerator,
-            cluster_environment=environment,
+            cluster_environment=HvdkitEnvironment(),
             checkpoint_io=checkpoint_io,
             precision=precision,
         )

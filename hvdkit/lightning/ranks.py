@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
 from hvdkit.lightning import collectives
-from hvdkit.lightning.environment import HvdkitEnvironment, devices_of_host
+from hvdkit.lightning.environment import devices_of_host
 from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -29,11 +29,12 @@ class RanksMixin:
     refused: ClassVar[Mapping[tuple[str, Any], str]] = {}
     _parallel_devices: list[torch.device] | None = None
 
-    def _begin(self, options: dict[str, Any]) -> HvdkitEnvironment:
-        self.options = check_options(options, "HvdkitStrategy", self.refused)
+    def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options after a check, and start Horovod, if it has not been started."""
+        checked = check_options(options, "HvdkitStrategy", self.refused)
         if not hvd.is_initialized():
             hvd.init()
-        return HvdkitEnvironment()
+        return checked
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

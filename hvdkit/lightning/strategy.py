@@ -17,6 +17,7 @@ from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.lightning import collectives
 from hvdkit.lightning.batch_counts import BatchCounts
+from hvdkit.lightning.environment import HvdkitEnvironment
 from hvdkit.lightning.ranks import (
     RanksMixin,
     broadcast_buffers,
@@ -64,10 +65,10 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         precision_plugin: Any = None,
         **options: Any,
     ) -> None:
-        environment = self._begin(options)
+        self.options = self._checked(options)
         super().__init__(
             accelerator=accelerator,
-            cluster_environment=environment,
+            cluster_environment=HvdkitEnvironment(),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )

@@ -17,8 +17,9 @@ from hvdkit.migrate.ddp.conversion import Conversion
 from hvdkit.migrate.ddp.facts import Facts
 from hvdkit.migrate.ddp.units import Unit, divide, mentions
 from hvdkit.migrate.imports import Imports
+from hvdkit.migrate.nodes import imported_names
 from hvdkit.migrate.rules import RULES, UNIMPORTED
-from hvdkit.migrate.script import Remark, Script, imported_names
+from hvdkit.migrate.script import Remark, Script
 
 #: Attributes that only a model in DDP has.
 _ATTRIBUTES = re.compile(r"\.(module|no_sync|require_backward_grad_sync)\b")

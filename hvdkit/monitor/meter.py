@@ -11,7 +11,7 @@ from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
 from hvdkit.monitor.exchange import Contribution
 from hvdkit.monitor.framework import Framework
-from hvdkit.monitor.machine import Machine
+from hvdkit.monitor.machine import measure_machine
 from hvdkit.runtime.counters import counters
 from hvdkit.training import stragglers
 
@@ -61,7 +61,6 @@ class Meter:
 
     def __init__(self, framework: Framework) -> None:
         self.framework = framework
-        self._machine = Machine()
         # The seconds of the section `FORWARD` at the last batch of `batches` (infinite before the
         # first one), and those up to which the sections of the last step are counted.
         self._batch_at, self._counted = float("inf"), 0.0
@@ -170,11 +169,8 @@ class Meter:
         counted = following.totals
         before = interval.totals
         spent = {name: max(counted[name] - before.get(name, 0.0), 0.0) for name in counted}
-        uuid = self.framework.gpu()
-        if uuid is not None:
-            self._machine.watch_gpu(uuid)
         values = {
-            **self._machine.measure(),
+            **measure_machine(self.framework.gpu()),
             **self.framework.gauges(),
             metrics.STEP: seconds / steps,
             metrics.DATA: interval.data_seconds / steps,

@@ -232,7 +232,6 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind without a DNS query for this machine's name, which HTTPServer would make."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ from hvdkit.monitor.monitor import BaseMonitor
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.reduction_items import distribution_of
 from hvdkit.tensorflow.step_times import payload_bytes
-from hvdkit.tensorflow.tape import times_of
+from hvdkit.tensorflow.tape_reducers import times_of
 
 
 class Monitor(BaseMonitor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,16 +72,18 @@ class Profiler:
     """`hvdkit.profiling.profile.Framework` with `tf.profiler`."""
 
     def __init__(self) -> None:
-        self._folder: TemporaryFolder | None = None
         # What ends the recording, and the current step.
         self._recording = contextlib.ExitStack()
         self._step = contextlib.ExitStack()
         # The system's time before and after each mark.
         self._marks: list[clocks.Round] = []
 
+    @functools.cached_property
+    def _folder(self) -> TemporaryFolder:
+        return TemporaryFolder("hvdkit-profile-")
+
     def start(self) -> None:
         """See `Framework`."""
-        self._folder = TemporaryFolder("hvdkit-profile-")
         tf.profiler.experimental.start(self._folder.name)
         self._recording.callback(tf.profiler.experimental.stop)
         self._recording.callback(self.step_ends)
@@ -102,7 +105,6 @@ class Profiler:
 
     def events(self, rank: int) -> list[Event]:
         """See `Framework`."""
-        assert self._folder is not None
         try:
             planes = [
                 plane

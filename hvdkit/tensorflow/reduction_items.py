@@ -5,7 +5,7 @@ from typing import Any
 
 from hvdkit.checkpoint.items import Plain
 from hvdkit.checkpoint.state import Tree
-from hvdkit.tensorflow import tape
+from hvdkit.tensorflow import tape_reducers
 
 
 def distribution_of(optimizer: Any) -> Any:
@@ -16,7 +16,7 @@ def distribution_of(optimizer: Any) -> Any:
 
 def tape_items() -> dict[str, Plain]:
     """Return the item of the reductions of all gradient tapes of this process."""
-    return {"tapes": Plain(tape.reduction_state, tape.restore_reduction_state)}
+    return {"tapes": Plain(tape_reducers.reduction_state, tape_reducers.restore_reduction_state)}
 
 
 def reduction_item(optimizers: Mapping[str, Any]) -> Plain:
@@ -30,10 +30,10 @@ def reduction_item(optimizers: Mapping[str, Any]) -> Plain:
 
     def save() -> Tree:
         states = {name: each.reduction_state() for name, each in distributions.items()}
-        return {"tapes": tape.reduction_state(), "optimizers": states}
+        return {"tapes": tape_reducers.reduction_state(), "optimizers": states}
 
     def restore(tree: Tree) -> None:
-        tape.restore_reduction_state(tree["tapes"])
+        tape_reducers.restore_reduction_state(tree["tapes"])
         for name, distribution in distributions.items():
             distribution.restore_reduction_state(tree["optimizers"].get(name))
 

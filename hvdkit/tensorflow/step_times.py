@@ -1,5 +1,7 @@
 """The time that a rank spends in each section of its steps, measured in a graph or eagerly."""
 
+import functools
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -151,14 +153,18 @@ class _Day:
     """Finds out whether the time of day was set."""
 
     def __init__(self) -> None:
-        self._since, self._offset = time.monotonic(), time_of_day.offset() / 1e9
+        self._last = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """Return the time of the monotonic clock, and its distance to the time of day."""
+        return time.monotonic(), time_of_day.offset() / 1e9
 
     def was_set(self) -> bool:
         """Return whether the time of day was set since the last call."""
-        since, before = self._since, self._offset
-        self._since, self._offset = time.monotonic(), time_of_day.offset() / 1e9
-        limit = max(_SET_SECONDS, _SET_PART * (self._since - since))
-        return abs(self._offset - before) > limit
+        (since, before), self._last = self._last, self._now()
+        now, offset = self._last
+        return abs(offset - before) > max(_SET_SECONDS, _SET_PART * (now - since))
 
 
 class PayloadBytes:
@@ -208,8 +214,11 @@ class TapeStragglers:
         self._times = times
         self._collectives = collectives
         self._name = name
-        self._counted = 0
-        self._counter: GraphValue | None = None
+        self._eager_counts = itertools.count(1)
+
+    @functools.cached_property
+    def _counter(self) -> GraphValue:
+        return GraphValue(tf.int32)
 
     def count(self, handle: tf.Tensor | None) -> None:
         """Count one reduction, and compare if a comparison is due. A collective.
@@ -218,12 +227,9 @@ class TapeStragglers:
             handle: the result of `GraphTimes.end_reduction`.
         """
         if handle is None:
-            self._counted += 1
-            if self._counted % INTERVAL == 0:
+            if next(self._eager_counts) % INTERVAL == 0:
                 self._report.report()
             return
-        if self._counter is None:
-            self._counter = GraphValue(tf.int32)
         counter = self._counter.handle()
         count = self._counter.read(counter) + 1
         self._counter.assign(counter, count)

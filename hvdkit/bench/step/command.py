@@ -178,8 +178,7 @@ class _Benchmark(Benchmark[Variant]):
                     if min(len(row["turns"]) for row in rows.values()) == turn + 1:
                         self._end_turn(model, turn + 1)
                 for job in running:
-                    job.finish()
-                    rows[job.name]["peak"] = job.peak
+                    rows[job.name]["peak"] = job.finish()
                 self.save()
             finally:
                 self._show(list(rows.values()))

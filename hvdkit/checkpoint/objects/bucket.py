@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import inspect
 import itertools
 import logging
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.objects.content import Content
+from hvdkit.checkpoint.objects.file_system import Address, FileSystem
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -64,12 +63,6 @@ _jitter = random.Random()
 #: Attempts to check for exclusive creation. Another process may delete the object of an attempt.
 _PROBES = 3
 
-_INSTALL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_INSTALL |= dict.fromkeys(("abfs", "abfss", "az"), "azure")
-
-#: Options for S3's client: its timeouts, and no retries, because this module retries.
-_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
-
 
 class Bucket:
     """The objects under a URL. The constructor sends no request.
@@ -86,33 +79,22 @@ class Bucket:
         Raises:
             UsageError: fsspec is not installed or does not know the protocol.
         """
-        protocol, _, rest = url.partition("://")
-        self._protocol = protocol.lower()
-        self._kind = _INSTALL.get(self._protocol, "")
-        # Some file systems do not list objects whose path has two slashes in a row.
-        rest = re.sub("/{2,}", "/", rest).rstrip("/")
-        found = re.match("[^/:@]*:([^/@]*)@", rest)
-        self._password = found[1] if found else ""
-        self._full_url = f"{self._protocol}://{rest}"
-        self.url = re.sub("^([^/:@]*):[^/@]*@", r"\1:***@", rest)
-        self.url = f"{self._protocol}://{self.url}"
+        address = self._address = Address.of(url)
+        self.url = address.shown
         self._options = dict(options)
-        self._fs: Any = None
-        self._process = 0
-        self._root = ""
-        self._asynchronous = False
+        self._opened: FileSystem | None = None
         self._reached = False
         try:
             from fsspec.registry import available_protocols
         except ImportError as error:
-            raise self._not_installed(error) from error
-        if self._kind and found:
+            raise address.not_installed(error) from error
+        if address.extra and address.password is not None:
             raise UsageError(
                 f"the checkpoint URL {self.url} has a password. Give the password in "
                 f"storage_options or in the environment."
             )
-        unusable = self._protocol in ("http", "https") or "::" in url or not rest.strip("/")
-        if unusable or self._protocol not in available_protocols():
+        unusable = address.protocol in ("http", "https") or "::" in url
+        if unusable or not address.path or address.protocol not in available_protocols():
             raise UsageError(
                 f"the checkpoint URL is {self.url}; expected a path, or a URL that fsspec knows, "
                 f"such as s3://bucket/run, gs://bucket/run or abfs://container/run."
@@ -121,8 +103,9 @@ class Bucket:
     @property
     def identity(self) -> Hashable:
         """A value that is equal for two objects with the same URL and options."""
-        fs = self._file_system()
-        return type(fs).__name__, self._root.strip("/"), repr(sorted(self._options.items()))
+        opened = self._file_system()
+        options = repr(sorted(self._options.items()))
+        return type(opened.fs).__name__, opened.root.strip("/"), options
 
     def read(self, name: str, most: int, size: int | None = None) -> bytes | None:
         """Return an object's content; None if it is missing.
@@ -144,9 +127,8 @@ class Bucket:
     def _read_range(self, name: str, start: int, end: int) -> bytes | None:
         """Return an object's bytes from `start` to `end`, if it has them; None if it is missing."""
         # Without this argument, s3fs first requests the size.
-        how: dict[str, Any] = (
-            {"max_concurrency": 1} if "max_concurrency" in self._parameters("cat_file") else {}
-        )
+        known = self._file_system().parameters("cat_file")
+        how: dict[str, Any] = {"max_concurrency": 1} if "max_concurrency" in known else {}
         try:
             content: bytes = self._request(
                 *("read", name, "cat_file", self._path(name)),
@@ -161,7 +143,7 @@ class Bucket:
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Read several byte ranges at the same time; None if the object is missing."""
-        if not self._is_asynchronous():
+        if not self._file_system().asynchronous:
             found = [self._read_range(name, start, end) for start, end in ranges]
             return None if None in found else [each for each in found if each is not None]
         paths = [self._path(name)] * len(ranges)
@@ -195,7 +177,7 @@ class Bucket:
             if "NoSuchBucket" in str(error.__cause__):
                 raise self._no_place(error) from error
             return {}
-        before = self._root.rstrip("/") + "/"
+        before = self._file_system().root.rstrip("/") + "/"
         return {
             path.removeprefix(before): int(info["size"] or 0)
             for path, info in found.items()
@@ -305,13 +287,13 @@ class Bucket:
         """Write a large object, in several parts at once if the file system supports it."""
         data: Any = content
         how: dict[str, Any] = {}
-        parameters = self._parameters("pipe_file")
+        parameters = self._file_system().parameters("pipe_file")
         part = -(-max(_PART_BYTES, len(content) // _MAX_PARTS) // _PART_UNIT) * _PART_UNIT
         if "max_concurrency" in parameters:
             how["max_concurrency"] = _PARTS_AT_ONCE
         if "chunksize" in parameters:
             how["chunksize"] = part
-        if self._kind != "s3" or len(content) < 2 * part:
+        if self._address.extra != "s3" or len(content) < 2 * part:
             # Only s3fs, and only for large objects, accepts content that is not one piece of
             # memory.
             data = content[:]
@@ -325,7 +307,7 @@ class Bucket:
         Raises:
             FileNotFoundError: the object is missing.
         """
-        if self._kind == "azure":
+        if self._address.extra == "azure":
             size = self.size(name)
             content = None if size is None else self.read(name, size)
             if content is None:
@@ -377,12 +359,12 @@ class Bucket:
         **keywords: Any,
     ) -> Any:
         """Call a method of the file system once; with a deadline if it is asynchronous."""
-        fs = self._file_system()
-        if self._asynchronous:
+        opened = self._file_system()
+        if opened.asynchronous:
             most = REQUEST_SECONDS if self._reached else FIRST_REQUEST_SECONDS
             keywords["timeout"] = seconds or most + SECONDS_PER_BYTE * size
-        fs.invalidate_cache()
-        return getattr(fs, method)(*arguments, **keywords)
+        opened.fs.invalidate_cache()
+        return getattr(opened.fs, method)(*arguments, **keywords)
 
     def _tried(self, action: str, name: str, call: Callable[[], Any]) -> Any:
         began = time.monotonic()
@@ -433,53 +415,22 @@ class Bucket:
             return "no reply in time"
         text = " ".join(str(error).split())
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        return text.replace(self._password, "***") if self._password else text
+        password = self._address.password
+        return text.replace(password, "***") if password else text
 
-    def _parameters(self, method: str) -> Mapping[str, Any]:
-        """Return the parameters of a method, including those that only this file system has."""
-        fs = self._file_system()
-        return inspect.signature(getattr(fs, "_" + method, getattr(fs, method))).parameters
-
-    def _is_asynchronous(self) -> bool:
-        self._file_system()
-        return self._asynchronous
-
-    def _file_system(self) -> Any:
-        # A file system does not work in a process that was forked after its first request.
-        if self._fs is None or self._process != os.getpid():
-            import fsspec
-            from fsspec.asyn import AsyncFileSystem
-
+    def _file_system(self) -> FileSystem:
+        opened = self._opened
+        if opened is None or opened.process != os.getpid():
             try:
-                kind = fsspec.get_filesystem_class(self._protocol)
+                opened = self._opened = FileSystem.open(self._address, self._options)
             except ImportError as error:
-                raise self._not_installed(error) from error
-            self._asynchronous = issubclass(kind, AsyncFileSystem)
-            options = dict(self._options)
-            if self._asynchronous:
-                options["use_listings_cache"] = False
-            if self._kind == "s3":
-                options["config_kwargs"] = _S3_CONFIG | options.get("config_kwargs", {})
-            try:
-                fs, root = fsspec.core.url_to_fs(self._full_url, **options)
+                raise self._address.not_installed(error) from error
             except Exception as error:
                 raise CheckpointError(f"cannot open {self.url}: {self._text(error)}.") from error
-            self._root = root
-            self._fs = fs
-            self._process = os.getpid()
-        return self._fs
+        return opened
 
     def _path(self, name: str) -> str:
-        self._file_system()
-        return f"{self._root.rstrip('/')}/{name}".rstrip("/")
-
-    def _not_installed(self, error: ImportError) -> UsageError:
-        what = (
-            f"pip install 'hvdkit[{self._kind}]'"
-            if self._kind
-            else "install fsspec's package for it"
-        )
-        return UsageError(f"the checkpoint URL is {self.url}: {error}. To do: {what}.")
+        return self._file_system().path(name)
 
 
 def _is_lasting(error: BaseException) -> bool:

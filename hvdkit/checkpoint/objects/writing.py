@@ -11,6 +11,7 @@ two creations succeeds, so a commit that arrives late cannot make an incomplete 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -98,7 +99,7 @@ class ObjectWriter:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._lease = Lease.own()
-        self._attempts = 0
+        self._attempts = itertools.count(1)
         # Complete steps, by name. No other process changes them.
         self._entries: dict[str, Entry] = {}
         self._stop = threading.Event()
@@ -146,9 +147,9 @@ class ObjectWriter:
 
     def draft(self, step: int, run: int) -> ObjectDraft:
         """Begin to write a step."""
-        self._attempts += 1
-        name = f"{step_name(step, run)}{self._suffix}{self._attempts}"
-        return ObjectDraft(self._bucket, name, self._commits + self._attempts)
+        attempt = next(self._attempts)
+        name = f"{step_name(step, run)}{self._suffix}{attempt}"
+        return ObjectDraft(self._bucket, name, self._commits + attempt)
 
     def commit(self, draft: Draft) -> str:
         """Create the object that makes the step exist."""

@@ -13,6 +13,7 @@ DIR/.lock, DIR/.writer    the writer's lock and lease; see `lock`
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -165,7 +166,7 @@ class PosixWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._attempts = 0
+        self._attempts = itertools.count(1)
         self._newest_commit: int | None = None
         with ExitStack() as resources, failing("write to", path):
             disk.make_folders(path)
@@ -205,8 +206,7 @@ class PosixWriter:
 
     def draft(self, step: int, run: int) -> PosixDraft:
         """Begin to write a step."""
-        self._attempts += 1
-        name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
+        name = f"{_WRITING}{self._lock.lease.token}-{next(self._attempts)}"
         return PosixDraft(self._path / name, self._folder, step, run, self.commit_number)
 
     def commit(self, draft: Draft) -> str:

@@ -72,6 +72,10 @@ class Comparisons:
         distributions: of the wrapped optimizers of the model. The first batch may add some.
         compared: those whose variables are compared every few batches.
         agreed: what the ranks have agreed on.
+
+    Attributes:
+        has_trained: whether this `fit` has trained a batch. All ranks have the same number of
+            batches.
     """
 
     def __init__(
@@ -92,8 +96,7 @@ class Comparisons:
             self._due.add(_VALUES)
         if agreed.compares_unreduced:
             self._due.add(_UNREDUCED)
-        # Whether this `fit` has trained a batch. All ranks have the same number of batches.
-        self._has_trained = False
+        self.has_trained = False
         # The first losses of this `fit` on this rank.
         self._first_losses: list[float] = []
         # `calls()` before a batch.
@@ -237,7 +240,7 @@ class Comparisons:
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
-        self._has_trained = True
+        self.has_trained = True
         for distribution in self._compared:
             distribution.batches += batches
             if distribution.check_settings.is_due(distribution.batches, batches):
@@ -280,7 +283,7 @@ class Comparisons:
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
-        for distribution in self._compared if self._has_trained else ():
+        for distribution in self._compared if self.has_trained else ():
             if not distribution.replicas.settings.interval:
                 continue
             try:

@@ -13,9 +13,9 @@ import numpy as np
 
 from hvdkit.checkpoint.state import Tree
 from hvdkit.keras import backend
+from hvdkit.keras.callback_states import CallbackStates
 from hvdkit.keras.fit.learning_rates import EpochRates, rate_variables
 from hvdkit.keras.further_optimizers import all_optimizers
-from hvdkit.keras.items import CallbackStates
 from hvdkit.keras.model_state import variables_of
 from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 
@@ -53,7 +53,9 @@ class EpochBegin:
     def __init__(self) -> None:
         self._rates = EpochRates()
         self._before: Tree = {}
-        self._resumed: tuple[Tree, Copies] | None = None
+        # What is restored after the hooks: the learning rates; and the states and the variables, if
+        # a hook of the script may change them.
+        self._resumed: tuple[list[float], tuple[Tree, Copies] | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current epoch."""
@@ -71,17 +73,19 @@ class EpochBegin:
 
     def resume(self, model: Any, callbacks: Sequence[Any]) -> None:
         """Give the hooks of a resumed epoch the state as before the epoch."""
+        changed = None
         if any(map(_has_own_hook, callbacks)):
             states = _states(callbacks)
-            self._resumed = copy.deepcopy(states.save()), Copies(model)
+            changed = copy.deepcopy(states.save()), Copies(model)
             states.restore(copy.deepcopy(self._before))
-        self._rates.resume(model)
+        self._resumed = self._rates.resume(model), changed
 
     def epoch_begins(self, model: Any, callbacks: Sequence[Any]) -> None:
         """Called after the hooks at the beginning of an epoch."""
-        self._rates.epoch_begins(model)
-        if self._resumed is not None:
-            (states, copies), self._resumed = self._resumed, None
+        (rates, changed), self._resumed = self._resumed or (None, None), None
+        self._rates.epoch_begins(model, rates)
+        if changed is not None:
+            states, copies = changed
             _states(callbacks).restore(states)
             copies.restore()
 

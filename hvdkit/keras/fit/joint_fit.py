@@ -47,8 +47,6 @@ class JointFit:
             model, self.group, lambda v: any(d.is_local(v) for d in distributions)
         )
         self._logs = EpochLogs(model, self.group)
-        # Whether the first batch is still to show what reduces the gradients.
-        self._asks_step = agreed.asks_step
 
     def end(self) -> None:
         """Record that `fit` has ended without an error. Not a collective."""
@@ -83,8 +81,7 @@ class JointFit:
         self._batches.together = steps_per_execution(self.model)
         if self._batches.together > 1:
             self._batches.ends()
-        if self._asks_step:
-            self._asks_step = False
+        if self.agreed.asks_step and not self.comparisons.has_trained:
             self._note_reductions()
             self._batches.trained = batches.stop
 

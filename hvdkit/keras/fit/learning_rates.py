@@ -48,7 +48,6 @@ class EpochRates:
     def __init__(self) -> None:
         self._before: list[float] = []
         self._after: list[float] = []
-        self._restored: list[float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates of the current epoch."""
@@ -62,15 +61,24 @@ class EpochRates:
         """Keep the rates before the next epoch. Called at the beginning of `fit`, too."""
         self._before = learning_rates(model)
 
-    def resume(self, model: Any) -> None:
-        """Give the callbacks at the beginning of a resumed epoch the rates as before the epoch."""
-        self._restored = learning_rates(model)
+    def resume(self, model: Any) -> list[float]:
+        """Give the callbacks at the beginning of a resumed epoch the rates as before the epoch.
+
+        Returns:
+            The rates of the checkpoint, for `epoch_begins`.
+        """
+        restored = learning_rates(model)
         # Checkpoints of earlier versions lack the rates.
         set_learning_rates(model, self._before)
+        return restored
 
-    def epoch_begins(self, model: Any) -> None:
-        """Called after the callbacks at the beginning of an epoch."""
-        rates, restored, self._restored = learning_rates(model), self._restored, None
+    def epoch_begins(self, model: Any, restored: Sequence[float] | None) -> None:
+        """Called after the callbacks at the beginning of an epoch.
+
+        Args:
+            restored: the result of `resume` if the epoch is resumed; otherwise None.
+        """
+        rates = learning_rates(model)
         if restored is None or not self._before:
             self._after = rates
         elif rates == self._after:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.keras import backend
-from hvdkit.keras.distribution import Distribution
 from hvdkit.keras.fit.collective_callbacks import LastCallback
 from hvdkit.keras.models import distributions_of
 from hvdkit.training import trial
@@ -24,14 +23,11 @@ class TrialCallback(LastCallback):
         super().__init__()
         self._plan = plan
         self._count: BatchCount | None = None
-        # A GAN has several.
-        self._distributions: list[Distribution] = []
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002
         """Called after `on_train_begin` of the other callbacks."""
-        self._distributions = distributions_of(self.model)
         if not trial.counting():
-            found = self._distributions
+            found = distributions_of(self.model)
             window = found[0].accumulation_steps if found else 1
             self._count = BatchCount(self._plan, backend.hvd.rank(), window)
 
@@ -48,7 +44,8 @@ class TrialCallback(LastCallback):
             return
         # A `train_step` may use a tape instead of a distributed optimizer.
         reduced = trial.noted_reduction()
-        if found := self._distributions:
+        # A GAN has several.
+        if found := distributions_of(self.model):
             reduced = found[0].reduction, max(each.gradient_bytes for each in found)
         if reduced is None:
             trial.end(backend.hvd.rank(), self._count.made)

@@ -6,6 +6,7 @@ collectives or change the model. There its class gets a mixin behind the script'
 Keras's class, so that `super().on_epoch_end(...)` writes nothing.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -84,12 +85,14 @@ class _CSVLogger(CSVLogger):
 
 
 class _TensorBoard(TensorBoard):
-    _folder: Any = None
     log_dir: str
+
+    @functools.cached_property
+    def _folder(self) -> TemporaryFolder:
+        return TemporaryFolder("hvdkit-tensorboard-")
 
     def set_model(self, model: Any) -> None:
         """Write to a folder that is deleted with this callback."""
-        self._folder = self._folder or TemporaryFolder("hvdkit-tensorboard-")
         own, self.log_dir = self.log_dir, self._folder.name
         try:
             super().set_model(model)

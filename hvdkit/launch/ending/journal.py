@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from hvdkit.launch.control.rank_records import RankRecords
@@ -18,8 +19,8 @@ class Journal:
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan
         self._events: list[Event] = []
-        # The facts of the first events, and the number of these.
-        self._facts = Facts(plan, ()), 0
+        # Number of the first events -> their facts.
+        self._facts = lru_cache(maxsize=1)(lambda count: Facts(plan, tuple(self._events[:count])))
         self._by_kind: dict[type, list[Any]] = {}
         #: The last records of the ranks.
         self.records = RankRecords()
@@ -41,9 +42,4 @@ class Journal:
     @property
     def facts(self) -> Facts:
         """The facts that follow from the events until now."""
-        facts, count = self._facts
-        if count != len(self._events):
-            events = self.events
-            facts = Facts(self.plan, events)
-            self._facts = facts, len(events)
-        return facts
+        return self._facts(len(self._events))

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
@@ -294,20 +294,15 @@ class StallWatch:
         ask: Callable[[], None],
     ) -> None:
         self._journal = journal
-        self._timeouts = timeouts
         self._folder = None if output is None else output / FOLDER
         self._ask = ask
-        # Derived from the first events, and the number of these.
-        self._derived = Stalls(journal, timeouts), 0
+        # Number of the first events -> the facts that follow.
+        self._stalls = lru_cache(maxsize=1)(lambda _count: Stalls(journal, timeouts))
 
     @property
     def stalls(self) -> Stalls:
         """The facts that follow from the events until now."""
-        stalls, count = self._derived
-        if count != len(self._journal.events):
-            stalls = Stalls(self._journal, self._timeouts)
-            self._derived = stalls, len(self._journal.events)
-        return stalls
+        return self._stalls(len(self._journal.events))
 
     def add(self, text: str, now: float) -> None:
         """Add the record of a rank."""

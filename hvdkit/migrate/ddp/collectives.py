@@ -11,8 +11,9 @@ from hvdkit.migrate.ddp.conversion import Conversion
 from hvdkit.migrate.ddp.example import SETUP
 from hvdkit.migrate.ddp.facts import DIST, WRAPPERS
 from hvdkit.migrate.ddp.starting import FUNCTIONS
+from hvdkit.migrate.nodes import argument, fill
 from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
-from hvdkit.migrate.script import Script, argument, fill
+from hvdkit.migrate.script import Script
 
 _OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 

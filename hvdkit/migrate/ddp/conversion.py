@@ -8,7 +8,8 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts, Optimizer
 from hvdkit.migrate.ddp.units import Unit
-from hvdkit.migrate.script import Change, Script, imported_names, line_of, walk
+from hvdkit.migrate.nodes import imported_names, line_of, walk
+from hvdkit.migrate.script import Change, Script
 
 IMPORT = "import hvdkit.torch as {}"
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from hvdkit.migrate.script import Script, argument
+from hvdkit.migrate.nodes import argument
+from hvdkit.migrate.script import Script
 
 DIST = "torch.distributed."
 WRAPPERS = (

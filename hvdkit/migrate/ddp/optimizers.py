@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts, Optimizer, Wrap, model_name, target_of, without_module
-from hvdkit.migrate.script import argument, walk
+from hvdkit.migrate.nodes import argument, walk
 
 #: Names such as `optimizer`, `self.optim` and `optimizer_G`, but not `optim_params`.
 _NAME = re.compile(r"optim(izer)?(_?[A-Za-z0-9]{1,2})?$", re.I)

@@ -7,7 +7,8 @@ import re
 import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts
-from hvdkit.migrate.script import Script, argument
+from hvdkit.migrate.nodes import argument
+from hvdkit.migrate.script import Script
 
 _KNOWN = {"fn", "args", "nprocs", "join", "daemon", "start_method"}
 

@@ -11,8 +11,9 @@ from hvdkit.migrate.ddp.conversion import Conversion, comment_lines, keep_commen
 from hvdkit.migrate.ddp.example import SETUP
 from hvdkit.migrate.ddp.facts import DIST
 from hvdkit.migrate.ddp.spawning import is_optional, spawn_parts
+from hvdkit.migrate.nodes import argument, line_of, with_argument
 from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
-from hvdkit.migrate.script import Script, argument, line_of, with_argument
+from hvdkit.migrate.script import Script
 
 FUNCTIONS = {
     "get_rank": "rank",

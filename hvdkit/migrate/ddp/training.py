@@ -15,8 +15,8 @@ from hvdkit.migrate.ddp.facts import (
     model_name,
     without_module,
 )
+from hvdkit.migrate.nodes import argument, line_of, without_arguments
 from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
-from hvdkit.migrate.script import argument, line_of, without_arguments
 
 RULES: Rules[Conversion] = Rules(SETUP)
 rule = RULES.add

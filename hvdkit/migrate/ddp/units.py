@@ -13,7 +13,8 @@ from hvdkit.migrate.ddp.facts import UNSUPPORTED, Facts, model_name, without_mod
 from hvdkit.migrate.ddp.optimizers import resolve
 from hvdkit.migrate.ddp.spawning import can_spawn, is_optional
 from hvdkit.migrate.imports import Imports
-from hvdkit.migrate.script import Script, argument
+from hvdkit.migrate.nodes import argument
+from hvdkit.migrate.script import Script
 
 #: A file without these words does not use torch.distributed.
 _WORDS = re.compile(

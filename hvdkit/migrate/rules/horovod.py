@@ -12,9 +12,10 @@ from pathlib import Path
 import libcst as cst
 
 import hvdkit
+from hvdkit.migrate.nodes import COMMA, argument, dotted_name, imported_names, named
 from hvdkit.migrate.rule import Advice, Change, Findings, Rules
 from hvdkit.migrate.rules.keras_objects import optimizer_calls
-from hvdkit.migrate.script import COMMA, Script, argument, dotted_name, imported_names, named
+from hvdkit.migrate.script import Script
 from hvdkit.migrate.sources import defined_names, statements
 
 _PACKAGE = Path(hvdkit.__file__).parent

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from hvdkit.migrate.nodes import argument, walk
 from hvdkit.migrate.rule import Findings, Rules
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import MODEL, calls_of, methods
-from hvdkit.migrate.script import Script, argument, walk
+from hvdkit.migrate.script import Script
 
 _OLD = ("acc", "val_acc")
 #: Expressions that are dictionaries of metrics: `history.history`, and the `logs` of a callback.

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import libcst as cst
 
+from hvdkit.migrate.nodes import imported_names
 from hvdkit.migrate.rule import Advice, Findings, Rules
-from hvdkit.migrate.script import Script, imported_names
+from hvdkit.migrate.script import Script
 from hvdkit.migrate.sources import defined_names, statements
 
 #: Name without its package -> what to use.

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from hvdkit.migrate.nodes import argument, named, walk
 from hvdkit.migrate.rule import Advice, Change, Findings, Rules, lower
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import SETUP, calls_of
-from hvdkit.migrate.script import Script, argument, named, walk
+from hvdkit.migrate.script import Script
 
 _INPUTS = ("Input", "layers.Input")
 #: Function of TensorFlow -> function of keras.ops with another name.

@@ -7,6 +7,7 @@ import re
 import libcst as cst
 from libcst.metadata import Assignment
 
+from hvdkit.migrate.nodes import argument, named, without_arguments
 from hvdkit.migrate.rule import Advice, Change, Findings, Note, Rules
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import (
@@ -17,7 +18,7 @@ from hvdkit.migrate.rules.keras_objects import (
     is_optimizer,
     methods,
 )
-from hvdkit.migrate.script import Script, argument, named, without_arguments
+from hvdkit.migrate.script import Script
 
 RULES: Rules[Script] = Rules(SETUP)
 rule = RULES.add

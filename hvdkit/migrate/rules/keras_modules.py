@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from hvdkit.migrate.nodes import dotted_name, imported_names, line_of
 from hvdkit.migrate.rule import Advice, Change, Findings, Rules
 from hvdkit.migrate.rules.keras_names import (
     BACKEND,
@@ -16,7 +17,7 @@ from hvdkit.migrate.rules.keras_names import (
     RENAMED,
     keras_name,
 )
-from hvdkit.migrate.script import Script, dotted_name, imported_names, line_of
+from hvdkit.migrate.script import Script
 
 _SETUP = "import hvdkit.keras as hvd\n"
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from hvdkit.migrate.nodes import argument
 from hvdkit.migrate.rules.keras_names import keras_name
-from hvdkit.migrate.script import Script, argument
+from hvdkit.migrate.script import Script
 
 SETUP = "import keras\nimport hvdkit.keras as hvd\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from hvdkit.migrate.nodes import argument, without_arguments
 from hvdkit.migrate.rule import Advice, Change, Findings, Rules
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import (
@@ -13,7 +14,7 @@ from hvdkit.migrate.rules.keras_objects import (
     methods,
     optimizer_calls,
 )
-from hvdkit.migrate.script import Script, argument, without_arguments
+from hvdkit.migrate.script import Script
 
 #: Callbacks that set the learning rate in each epoch.
 _SCHEDULING = ("LearningRateWarmupCallback", "LearningRateScheduleCallback")

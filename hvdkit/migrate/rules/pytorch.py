@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
+from hvdkit.migrate.nodes import argument, named, with_argument, without_arguments
 from hvdkit.migrate.rule import Advice, Change, Findings, Rules
-from hvdkit.migrate.script import Script, argument, named, with_argument, without_arguments
+from hvdkit.migrate.script import Script
 
 _SETUP = "import torch\nimport torch.nn.functional as F\nimport hvdkit.torch as hvd\n"
 _LOSS = re.compile(

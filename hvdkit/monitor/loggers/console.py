@@ -22,20 +22,19 @@ class ConsoleLogger(Logger):
     def __init__(self, total_steps: int | None = None, file: TextIO | None = None) -> None:
         self._total = total_steps
         self._file = file
-        self._progress: Any = None
-        self._task: Any = None
+        # The progress of rich, and its task; None if it is not shown.
+        self._bar: tuple[Any, Any] | None = None
 
     def open(self) -> None:
         """Begin the progress on a terminal."""
-        file = sys.stderr if self._file is None else self._file
-        self._file = file
+        file = self._file or sys.stderr
         if not file.isatty():
             return
         # Imported on use, because it takes as long as the rest of hvdkit.
         import rich.console
         import rich.progress
 
-        self._progress = rich.progress.Progress(
+        progress = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}"),
             rich.progress.BarColumn(bar_width=20),
             rich.progress.TimeRemainingColumn(),
@@ -43,24 +42,28 @@ class ConsoleLogger(Logger):
             console=rich.console.Console(file=file),
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task("", total=self._total)
-        self._progress.start()
+        self._bar = progress, progress.add_task("", total=self._total)
+        progress.start()
 
     def log(self, record: Record) -> None:
         """Show a record."""
-        assert self._file is not None
-        if self._progress is not None:
+        if self._bar is not None:
             # Square brackets are styles of rich.
             text = describe(record).replace("[", "\\[")
-            self._progress.update(self._task, completed=record.step, description=text)
+            progress, task = self._bar
+            progress.update(task, completed=record.step, description=text)
             return
         total = f"/{self._total}" if self._total else ""
-        print(f"step {record.step}{total}: {describe(record)}", file=self._file, flush=True)
+        print(
+            f"step {record.step}{total}: {describe(record)}",
+            file=self._file or sys.stderr,
+            flush=True,
+        )
 
     def close(self) -> None:
         """End the progress."""
-        if self._progress is not None:
-            self._progress.stop()
+        if self._bar is not None:
+            self._bar[0].stop()
 
 
 def describe(record: Record) -> str:

@@ -41,8 +41,6 @@ class JSONLLogger(Logger):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._file: int | None = None
-        # Whether the file ends within a line.
-        self._cut = False
 
     def open(self) -> None:
         """Open the file, and lock it against a second job.
@@ -55,8 +53,6 @@ class JSONLLogger(Logger):
         file = open_to_write(self._path, os.O_RDWR | os.O_APPEND)
         try:
             self._lock(file)
-            size = os.fstat(file).st_size
-            self._cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         except BaseException:
             os.close(file)
             raise
@@ -101,16 +97,15 @@ class JSONLLogger(Logger):
     def _write(self, line: dict[str, Any]) -> None:
         assert self._file is not None
         text = json.dumps(line, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-        content = ("\n" * self._cut + text + "\n").encode()
-        self._cut = True
+        size = os.fstat(self._file).st_size
+        cut = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        content = ("\n" * cut + text + "\n").encode()
         written = os.write(self._file, content)
         if written < len(content):
             # Remove the incomplete line, if the file system allows it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-                self._cut = False
             raise OSError(errno.ENOSPC, f"{self._path}: {os.strerror(errno.ENOSPC)}")
-        self._cut = False
 
 
 def _statistic(statistic: Statistic, record: Record) -> dict[str, Any]:

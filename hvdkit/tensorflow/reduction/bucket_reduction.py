@@ -4,6 +4,7 @@ While the graph is traced, the wire format's generator runs once. Each of its re
 operations to the graph.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class TracedReduction:
         self._generator = generator
         self._name = name
         self._process_set = process_set
-        self._collectives = 0
+        self._numbers = itertools.count(1)
         #: The bytes that this rank gives to collectives, as in `hvdkit.runtime.counters`.
         self.payload_bytes: Any = 0
 
@@ -127,8 +128,7 @@ class TracedReduction:
             result = self._result_of(request)
 
     def _next_name(self) -> str:
-        self._collectives += 1
-        return f"{self._name}.{self._collectives}"
+        return f"{self._name}.{next(self._numbers)}"
 
     def _sum(self, wire: Wire, factor: float, name: str | None = None) -> tf.Tensor:
         if wire.tensor.shape.num_elements() == 0:

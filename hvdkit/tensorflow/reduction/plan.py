@@ -69,10 +69,6 @@ class Plan:
             each gradient.
         nonfinite: the check of the gradients; None for no check.
         stragglers: compares the ranks' times; None if no times are compared here.
-
-    Attributes:
-        skips_step: whether all ranks skip the step, because gradients of the last call are not
-            finite. A tensor in a graph.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class Plan:
         stragglers: TapeStragglers | None,
     ) -> None:
         self.stragglers = stragglers
-        self.skips_step: Any = False
         self._nonfinite = nonfinite
         self._buckets = planned
         self._scaling = scaling
@@ -108,8 +103,8 @@ class Plan:
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], check_values: bool = False
-    ) -> list[Any]:
-        """Return the reduced gradients; None if no rank has a gradient.
+    ) -> tuple[list[Any], Any]:
+        """Reduce gradients.
 
         Args:
             gradients: this rank's gradients; None for a missing one.
@@ -117,11 +112,16 @@ class Plan:
             check_values: compare the values of the variables if a comparison is due. Variables
                 that have no gradient on any rank are not compared.
 
+        Returns:
+            The reduced gradients, None if no rank has a gradient; and whether all ranks skip the
+            step, because gradients are not finite: a tensor in a graph.
+
         Raises:
             RankMismatchError: see `ValueCheck`.
             NonFiniteGradients: see `NonFiniteCheck`.
         """
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
+        skips: Any = False
         if not self._eager:
             planned = {i: variables[i] for i in self._planned} if check_values else {}
             reduced_variables.note(planned.values(), self._process_set.ranks)
@@ -132,18 +132,14 @@ class Plan:
             self._first.compare_in_graph(given, variables, tensors)
             if self._nonfinite is not None:
                 flags = self._nonfinite.flags(given)
-                reduced, self.skips_step = self._nonfinite.handle_in_graph(
-                    flags, reduced, variables
-                )
+                reduced, skips = self._nonfinite.handle_in_graph(flags, reduced, variables)
         else:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
             reduced, ranks, flags = self._traced(given, has)
             ranks, found, count = ranks[:-2], ranks[-2], ranks[-1]
             self._first.compare(given, variables)
             if self._nonfinite is not None:
-                self.skips_step = self._nonfinite.handle(
-                    flags.numpy(), int(found), int(count), variables
-                )
+                skips = self._nonfinite.handle(flags.numpy(), int(found), int(count), variables)
             if check_values:
                 reduced_by = zip(variables, ranks.numpy(), strict=True)
                 compared = {i: v for i, (v, number) in enumerate(reduced_by) if number}
@@ -152,7 +148,7 @@ class Plan:
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()
                 reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}
-        return [reduced.get(i) for i in range(len(gradients))]
+        return [reduced.get(i) for i in range(len(gradients))], skips
 
     def _as_planned(self, i: int, gradient: Any) -> Any:
         """Return a gradient as the bucket expects it, sparse or dense; zeros if it is missing."""

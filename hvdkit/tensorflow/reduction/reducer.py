@@ -57,8 +57,6 @@ class GradientReducer:
 
     Attributes:
         reduction: the settings.
-        skips_step: whether all ranks skip the step, because gradients of the last call are not
-            finite. A tensor in a graph.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class GradientReducer:
     ) -> None:
         self._times = times
         self._of_tape = of_tape
-        self.skips_step: Any = False
         self._on_nonfinite = on_nonfinite
         self.reduction = reduction
         self._passes = passes
@@ -113,11 +110,17 @@ class GradientReducer:
             digest: s for (generation, digest), s in self._states.items() if generation == current
         }
 
-    @tf.autograph.experimental.do_not_convert
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], check_values: bool = False
     ) -> list[Any]:
-        """Return the reduced gradients. A collective: every rank passes the same variables.
+        """Return the reduced gradients, as `reduce` does. A collective."""
+        return self.reduce(gradients, variables, check_values)[0]
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], check_values: bool = False
+    ) -> tuple[list[Any], Any]:
+        """Reduce gradients. A collective: every rank passes the same variables.
 
         Args:
             gradients: tensors, `tf.IndexedSlices`, or None for a missing gradient.
@@ -126,7 +129,8 @@ class GradientReducer:
                 on all ranks and in all calls.
 
         Returns:
-            The gradients, in the same order; None if no rank has a gradient.
+            The gradients, in the same order, None if no rank has a gradient; and whether all ranks
+            skip the step, because gradients are not finite: a tensor in a graph.
 
         Raises:
             RankMismatchError: on every rank, if ranks reduce different gradients, or if variables
@@ -145,8 +149,8 @@ class GradientReducer:
         check_ranks(variables, self._collectives.process_set.ranks)
         if self._collectives.single_rank:
             prepared = list(map(self._prepared, gradients, variables))
-            checked = self._checked_alone(prepared, variables)
-            return [multiply(gradient, 1.0 / self._passes) for gradient in checked]
+            checked, skips = self._checked_alone(prepared, variables)
+            return [multiply(gradient, 1.0 / self._passes) for gradient in checked], skips
         indices = [
             k
             for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
@@ -161,29 +165,30 @@ class GradientReducer:
             self._times.stop()
         self._generation = self._collectives.generation
         begun = self._times.begin_reduction(prepared) if self._times is not None else ()
-        reduced = plan.reduce(prepared, sources, check_values)
+        reduced, skips = plan.reduce(prepared, sources, check_values)
         if self._times is not None:
             handle = self._times.end_reduction(begun, reduced)
             if plan.stragglers is not None:
                 plan.stragglers.count(handle)
-        self.skips_step = plan.skips_step
         result: list[Any] = [None] * len(gradients)
         for k, gradient in zip(indices, reduced, strict=True):
             result[k] = gradient
-        return result
+        return result, skips
 
-    def _checked_alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients of a single rank, after a check for NaN and infinity."""
+    def _checked_alone(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """Check the gradients of a single rank for NaN and infinity; see `reduce`."""
         given = {k: each for k, each in enumerate(gradients) if each is not None}
         if self._on_nonfinite == IGNORE or not given:
-            return list(gradients)
+            return list(gradients), False
         check = NonFiniteCheck(len(gradients), "", self._collectives, self._on_nonfinite)
         flags = check.flags(given)
         if tf.executing_eagerly():
-            self.skips_step = check.handle(flags.numpy(), int(tf.reduce_max(flags)), 1, variables)
+            skips = check.handle(flags.numpy(), int(tf.reduce_max(flags)), 1, variables)
         else:
-            given, self.skips_step = check.handle_in_graph(flags, given, variables)
-        return [given.get(k) for k in range(len(gradients))]
+            given, skips = check.handle_in_graph(flags, given, variables)
+        return [given.get(k) for k in range(len(gradients))], skips
 
     def _prepared(self, gradient: Any, variable: Any) -> Any:
         if gradient is None:

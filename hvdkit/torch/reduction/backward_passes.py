@@ -24,9 +24,9 @@ from hvdkit.torch.digests import GradientDigest
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.backend import TorchBackend
 from hvdkit.torch.reduction.coordination import Coordinator
-from hvdkit.torch.reduction.gradients import Gradients, Left
+from hvdkit.torch.reduction.gradients import Gradients
 from hvdkit.torch.reduction.last_stages import Clip
-from hvdkit.torch.reduction.records import Record
+from hvdkit.torch.reduction.records import Left, Record
 from hvdkit.torch.reduction.rounds import Rounds
 from hvdkit.torch.reduction.settings import Settings
 from hvdkit.torch.replicas import ADVICE, FIRST_ADVICE, torch_replicas

@@ -25,7 +25,6 @@ Only what is not reduced is reduced in a round. (A second reduction of the base 
 `_separates`.
 """
 
-import enum
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -37,21 +36,10 @@ from hvdkit.reduction.nonfinite import IGNORE
 from hvdkit.torch.digests import digests
 from hvdkit.torch.dtensors import is_dtensor
 from hvdkit.torch.reduction.last_stages import Stage
-from hvdkit.torch.reduction.memory import fits, is_nonzero, is_writable
+from hvdkit.torch.reduction.memory import is_nonzero
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.torch.reduction.parameters import Parameters
-from hvdkit.torch.reduction.records import Record, forget, is_changed, is_left, leave
-
-
-class Left(enum.Enum):
-    """The kind of gradients that the last round or step has left in `p.grad`."""
-
-    NOTHING = enum.auto()
-    #: Reduced gradients that no step has used.
-    UNUSED = enum.auto()
-    #: The same, and a checkpoint was saved, which lacks them.
-    UNSAVED = enum.auto()
-    USED = enum.auto()
+from hvdkit.torch.reduction.records import Left, Record, forget, is_changed, is_left, leave
 
 
 class Gradients(Parameters):
@@ -218,7 +206,7 @@ class Gradients(Parameters):
         total, squares = sums[: len(own)], sums[len(own) :]
         for record, n, n2 in zip(records, total, squares, strict=True):
             if not all_equal(count, n, n2):
-                self._add_base(record)
+                record.add_base()
                 record.local = True
 
     def accumulated(self, record: Record, ready: bool) -> None:
@@ -393,31 +381,13 @@ class Gradients(Parameters):
             part.make_sparse(f"hvdkit.sparse.{number}")
 
     @torch.no_grad()
-    def _add_base(self, record: Record) -> None:
-        """Add the local part to the base, which becomes the gradient again.
-
-        So a gradient keeps its memory as in one process, where a pass adds to it in place.
-        """
-        p, base = record.parameter, record.base
-        assert base is not None
-        record.base = None
-        if p.grad is None:
-            p.grad = base
-        elif p.grad.is_sparse and not base.is_sparse:
-            p.grad = base + p.grad  # PyTorch cannot add in the other order
-        elif base.is_sparse or not is_writable(base) or not fits(p, base):
-            p.grad = p.grad + base
-        else:
-            p.grad = base.add_(p.grad)
-
-    @torch.no_grad()
     def end_round(self) -> None:
         """Add the bases to the reduced gradients, and call the last stages."""
         for stage in reversed(self.stages):
             stage.undo(self._bases())
         for record in self._planned:
             if record.base is not None:
-                self._add_base(record)
+                record.add_base()
             record.local = False
         if self.settings.keep_sparse:
             for record in self._planned:

@@ -24,7 +24,7 @@ from hvdkit.reduction.step_errors import BackwardFailed, PassesDiffer
 from hvdkit.reduction.wire_format import WireFormat
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.backward_passes import BackwardPasses
-from hvdkit.torch.reduction.gradients import Left
+from hvdkit.torch.reduction.records import Left
 from hvdkit.training.stragglers import FORWARD
 
 log = logging.getLogger("hvdkit.torch")

@@ -4,6 +4,7 @@ A parameter belongs to the optimizer that wrapped it last. Hooks refer to the re
 do not keep the optimizer alive. A record that is freed removes its hooks.
 """
 
+import enum
 import functools
 import weakref
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdkit.torch.dtensors import align_gradient
 from hvdkit.torch.reduction.holders import version_of
+from hvdkit.torch.reduction.memory import fits, is_writable
 
 # The attribute of a gradient that a step has left: its id and its version then. PyTorch copies the
 # attribute to a copy of the gradient, which has another id. No weak reference: with
@@ -22,6 +24,17 @@ from hvdkit.torch.reduction.holders import version_of
 # gradients have weak references.
 _LEFT = "_hvdkit_left"
 _current_task = torch._C._current_graph_task_id
+
+
+class Left(enum.Enum):
+    """The kind of gradients that the last round or step has left in `p.grad`."""
+
+    NOTHING = enum.auto()
+    #: Reduced gradients that no step has used.
+    UNUSED = enum.auto()
+    #: The same, and a checkpoint was saved, which lacks them.
+    UNSAVED = enum.auto()
+    USED = enum.auto()
 
 
 def leave(gradient: torch.Tensor, version: int | None = None) -> None:
@@ -120,6 +133,24 @@ class Record:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         if frozen:
             parameter.requires_grad_(False)
+
+    @torch.no_grad()
+    def add_base(self) -> None:
+        """Add the local part to the base, which becomes the gradient again.
+
+        So a gradient keeps its memory as in one process, where a pass adds to it in place.
+        """
+        p, base = self.parameter, self.base
+        assert base is not None
+        self.base = None
+        if p.grad is None:
+            p.grad = base
+        elif p.grad.is_sparse and not base.is_sparse:
+            p.grad = base + p.grad  # PyTorch cannot add in the other order
+        elif base.is_sparse or not is_writable(base) or not fits(p, base):
+            p.grad = p.grad + base
+        else:
+            p.grad = base.add_(p.grad)
 
     def remove_hooks(self) -> None:
         """Remove the hooks, so that backward passes no longer call the owner."""

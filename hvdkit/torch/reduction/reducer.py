@@ -128,10 +128,6 @@ class GradientReducer:
             `hvdkit.reduction.nonfinite`.
         times: measures the time that this rank spends in each section of its steps; None for a
             new one.
-
-    Attributes:
-        skips_step: whether all ranks skip the step, because gradients of the last call are not
-            finite.
     """
 
     def __init__(
@@ -144,7 +140,6 @@ class GradientReducer:
         times: StepTimes | None = None,
     ) -> None:
         self._times = StepTimes() if times is None else times
-        self.skips_step = False
         self._on_nonfinite = on_nonfinite
         self._reduction = reduction
         self._window = Window(passes)
@@ -152,7 +147,6 @@ class GradientReducer:
         self._collectives = TorchCollectives(process_set)
         # Ids of parameters -> the parameters. The reference keeps them alive, so ids stay unique.
         self._known: dict[tuple[int, ...], _Parameters] = {}
-        self._expecting: _Parameters | None = None
         self._resumed: list[ReductionState] = []
 
     def state(self) -> list[dict[str, Any]]:
@@ -191,8 +185,12 @@ class GradientReducer:
             return
         known = self._parameters(parameters, names)
         if known.overlaps:
-            self._expecting = known
             known.expect(self._collectives.generation)
+
+    @property
+    def _expecting(self) -> _Parameters | None:
+        """The parameters whose gradients a backward pass computes; None outside of one."""
+        return next((p for p in self._known.values() if p.expected_in is not None), None)
 
     def end_interrupted(self) -> None:
         """Complete the reduction of a backward pass that raised. A collective in that case.
@@ -202,7 +200,7 @@ class GradientReducer:
         Raises:
             BackwardFailed: on every rank, when the backward pass raised on some only.
         """
-        interrupted, self._expecting = self._expecting, None
+        interrupted = self._expecting
         if interrupted is None:
             return
         generation, interrupted.expected_in = interrupted.expected_in, None
@@ -211,13 +209,13 @@ class GradientReducer:
 
     # Collectives cannot be part of a compiled graph.
     @torch.compiler.disable
-    def __call__(
+    def reduce(
         self,
         gradients: Sequence[torch.Tensor | None],
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
-    ) -> list[torch.Tensor | None]:
-        """Return the reduced gradients. A collective: every rank passes the same parameters.
+    ) -> tuple[list[torch.Tensor | None], bool]:
+        """Reduce gradients. A collective: every rank passes the same parameters.
 
         Args:
             gradients: the gradients of the parameters; None for a missing one.
@@ -226,7 +224,8 @@ class GradientReducer:
             names: the parameters' names, for errors.
 
         Returns:
-            The reduced gradients, in the same order; None if no rank has the gradient.
+            The reduced gradients, in the same order, None if no rank has the gradient; and whether
+            all ranks skip the step, because gradients are not finite.
 
         Raises:
             RankMismatchError: on every rank, when their parameters or settings differ.
@@ -243,20 +242,22 @@ class GradientReducer:
             if gradient is not parameter.grad
         ]
         known.take(gradients)
-        self._expecting = None
-        self._reduce(known, gradients)
+        skips = self._reduce(known, gradients)
         reduced = [parameter.grad for parameter in parameters]
         for k, gradient in others:
             parameters[k].grad = gradient
         self._times.enter(UPDATE)
-        return reduced
+        return reduced, skips
 
-    def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> bool:
         """Reduce the gradients into the parameters' `grad`. A collective.
 
         Args:
             known: the parameters.
             gradients: their gradients; None if the backward pass raised.
+
+        Returns:
+            Whether all ranks skip the step, because gradients are not finite.
 
         Raises:
             BackwardFailed: on every rank, when the backward pass raised on some only.
@@ -283,10 +284,11 @@ class GradientReducer:
         for parameter, ranks in zip(known.parameters, used, strict=True):
             if not ranks:
                 parameter.grad = None
-        self.skips_step = bool(found) and not failures
-        if self.skips_step:
+        skips = bool(found) and not failures
+        if skips:
             text = describe(self._collectives, nonfinite, found, count)
             raise_or_log(self._collectives, self._on_nonfinite, text)
+        return skips
 
     def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
         key = tuple(map(id, parameters))

@@ -114,7 +114,7 @@ def run(
             validation_data=values() if validated else None,
         )
     except Interrupted:
-        own[0]._manager.close()
+        own[0]._running.manager.close()
         return None
     return everything(model), history.history
 
@@ -241,7 +241,7 @@ def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
                 *(x, y), batch_size=BATCH, epochs=2, shuffle=shuffle, verbose=0, callbacks=callbacks
             )
         except Interrupted:
-            callbacks[1]._manager.close()
+            callbacks[1]._running.manager.close()
             return None
         return everything(model), history.history
 

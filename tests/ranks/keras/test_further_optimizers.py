@@ -142,7 +142,7 @@ def test_a_resumed_fit_is_bit_identical(hvd, make, options):
         checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
         with pytest.raises(Interrupted):
             fit(hvd, make(hvd, hvd.rank(), **options), [checkpoint], BATCHES + 3)
-        checkpoint._manager.close()
+        checkpoint._running.manager.close()
         resumed = fit(hvd, make(hvd, 9, **options), [hvd.callbacks.Checkpoint(folder)])
     assert resumed == expected
 

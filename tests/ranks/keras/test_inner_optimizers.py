@@ -184,7 +184,7 @@ def test_a_resumed_fit_is_bit_identical(hvd, kind):
         model, callbacks = make(1 + hvd.rank()), [checkpoint, interrupt_after(BATCHES + 2)]
         with pytest.raises(Interrupted):
             fit(hvd, model, callbacks, epochs=2)
-        checkpoint._manager.close()
+        checkpoint._running.manager.close()
         model = make(9)
         fit(hvd, model, [hvd.callbacks.Checkpoint(folder)], epochs=2)
     assert same_everywhere(state(model)) == expected

@@ -70,7 +70,7 @@ def fit(hvd, folder, sampler, process_set, interrupted_after):
     try:
         model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
     except Interrupted:
-        checkpoint._manager.close()
+        checkpoint._running.manager.close()
     return seen
 
 

@@ -77,11 +77,11 @@ def test_variables(hvd):
 
 def forget_tapes():
     """Forget the reductions of tapes, as a new process does."""
-    from hvdkit.tensorflow import tape
+    from hvdkit.tensorflow import tape_reducers
 
-    tape._reducer.cache_clear()
-    tape._reducers.clear()
-    tape._saved_states.clear()
+    tape_reducers.reducer_of.cache_clear()
+    tape_reducers._reducers.clear()
+    tape_reducers._saved_states.clear()
 
 
 @pytest.mark.parametrize("state_class", ["TensorFlowState", "TensorFlowKerasState"])

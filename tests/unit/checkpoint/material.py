@@ -10,8 +10,8 @@ from upath import UPath
 from hvdkit.checkpoint import chunks, manifest, reading, tensors, tree
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.step_files import EncodedPart, Snapshot, rank_to_bytes
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot, rank_to_bytes
 
 #: part -> a tree. The tensors differ in their sizes: none, one or many elements of 1 to 8 bytes.
 TREES = {

@@ -18,8 +18,8 @@ import xxhash
 from hvdkit.checkpoint import manifest, tensors
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.step_files import rank_to_bytes
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import rank_to_bytes
 from hvdkit.errors import UsageError
 from hvdkit.system.plain_files import json_values
 from tests.unit.checkpoint.material import (

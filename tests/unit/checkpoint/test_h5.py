@@ -5,7 +5,7 @@ import pytest
 from hvdkit.checkpoint import h5
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
-from hvdkit.checkpoint.writing import EncodedPart
+from hvdkit.checkpoint.step_files import EncodedPart
 from tests.unit.checkpoint.test_weights import stored
 
 _TREE, _SPECS = {"w": {"$tensor": "w"}}, {"w": TensorSpec("F32", (1000, 100))}

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.agreement.collectives import check_member
-from hvdkit.checkpoint import background, calls, chunks, manager, schedule, tensors
+from hvdkit.checkpoint import background, calls, chunks, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.checkpointers import Stopped
@@ -1049,7 +1049,7 @@ def test_a_save_that_is_interrupted_writes_nothing(tmp_path, monkeypatch, at, wa
 
 
 def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(
         disk, "before_step", lambda name, file: time.sleep(0.5 if name == "fsync" else 0)
     )
@@ -1097,7 +1097,7 @@ def test_a_write_is_repeated_after_a_temporary_error(tmp_path, monkeypatch, capl
 
 
 def test_a_write_that_hangs_is_an_error_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(calls, "WAIT_SECONDS", 0.1)
     monkeypatch.setattr(background, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(background, "_NO_PROGRESS_SECONDS", 0.5)
     go_on = threading.Event()
@@ -1498,7 +1498,7 @@ def test_a_writing_thread_that_ends_is_an_error(place, monkeypatch):
     def ended(*_):
         raise SystemExit(1)
 
-    monkeypatch.setattr("hvdkit.checkpoint.writing._contents", ended)
+    monkeypatch.setattr("hvdkit.checkpoint.writing.contents", ended)
 
     def run(collectives):
         saving = make(collectives, place)

@@ -25,8 +25,8 @@ from hvdkit.checkpoint.lease import Lease
 from hvdkit.checkpoint.objects import bucket, files, listing, writing
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import EncodedPart
 from tests.unit.checkpoint import s3_server
 from tests.unit.checkpoint.material import (
     assert_newest_good,

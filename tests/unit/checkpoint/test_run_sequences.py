@@ -20,6 +20,7 @@ from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.pruning import of_older_runs, prunable
 from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
@@ -132,7 +133,7 @@ def check(place, jobs, log):
     store = Store(str(place))
     for number, job in enumerate(jobs, 1):
         may_be = {newest}
-        older = {entry.name for entry in store.of_older_runs()}
+        older = {entry.name for entry in of_older_runs(store)}
         for word, asked, own in run(place, job, number, log):
             assert word != "raised", own
             if word == "restored":
@@ -152,7 +153,7 @@ def check(place, jobs, log):
         if job["pruned"] is not None and newest is not None:
             count, older_runs = job["pruned"]
             with store.open_for_writing() as writer:
-                writer.prune([e.name for e in store.prunable(Retention(count), older_runs)])
+                writer.prune([e.name for e in prunable(store, Retention(count), older_runs)])
             assert newest_of(store) == newest
     with store.open_for_writing():
         pass

@@ -11,11 +11,12 @@ import pytest
 from hvdkit.checkpoint import chunks, manifest, reading, storage, tree
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.pruning import of_older_runs, prunable
 from hvdkit.checkpoint.reading import Outline
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.errors import UsageError
 from tests.unit.checkpoint.material import (
     assert_holds,
@@ -228,8 +229,8 @@ def test_each_run_has_its_own_steps(place):
             writer.write(snapshot(step))
     # Each run keeps its newest two steps. The step 200 of the older run is not replaced.
     assert [info.step for info in store.steps()] == [200, 300, 2, 200]
-    assert [info.step for info in store.of_older_runs()] == [200, 300]
-    assert [info.step for info in store.prunable(Retention(1))] == [2]
+    assert [info.step for info in of_older_runs(store)] == [200, 300]
+    assert [info.step for info in prunable(store, Retention(1))] == [2]
     *_, other, newest = (path_of(info.location) for info in store.steps())
     cut(newest / "model.safetensors", 10)
     with pytest.raises(CheckpointError, match="step 200 in .* is damaged"):
@@ -240,7 +241,7 @@ def test_each_run_has_its_own_steps(place):
         cut(other / file, 10)
         with pytest.raises(CheckpointError, match="none of the 1 steps of run 2 in .* is good"):
             store.newest_good()
-        assert store.prunable(Retention(1), older_runs=True) == []
+        assert prunable(store, Retention(1), older_runs=True) == []
         assert [name[-len(newest.name) :] for name in store.quarantined()] == [newest.name]
     with store.newest_good(300) as opened:
         assert_holds(opened, 300)
@@ -339,7 +340,7 @@ def test_continuing_from_an_older_step_begins_a_run_with_it(place, monkeypatch, 
             writer.continue_from(opened.manifest)
         writer.write(snapshot(4))
     assert [info.step for info in store.steps()] == [1, 2, 3, 2, 4]
-    assert [info.step for info in store.of_older_runs()] == [1, 2, 3]
+    assert [info.step for info in of_older_runs(store)] == [1, 2, 3]
     assert any(name.startswith("step-000000000004-run2") for name in names(place))
 
 

@@ -14,8 +14,8 @@ from hvdkit import cli
 from hvdkit.checkpoint import tensors, weights
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.state import TensorSpec
+from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.checkpoint import export as export_for_torch
 from tests.unit.checkpoint.material import save, step_folder

@@ -44,6 +44,23 @@ def test_without_staircase_the_rate_is_set_before_every_batch(hvd):
     assert seen == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
 
 
+def test_a_schedule_counts_the_batches_of_each_fit(hvd):
+    import keras
+
+    seen = []
+
+    def multiplier(epoch):
+        seen.append(epoch)
+        return 1.0
+
+    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier, staircase=False)
+    model = model_of(keras.optimizers.SGD(0.1))
+    for samples in (8, 4):
+        data = np.ones((samples, 1), "float32")
+        model.fit(data, data, batch_size=2, callbacks=[callback], verbose=0)
+    assert seen == [0, 0.25, 0.5, 0.75, 0, 0.5]
+
+
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adam"])
 def test_momentum_correction_scales_velocities(hvd, name):
     import keras

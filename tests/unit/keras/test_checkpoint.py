@@ -584,7 +584,7 @@ def test_callbacks_keep_their_states_when_others_are_inserted(hvd, tmp_path):
 def test_callback_states_of_earlier_versions(hvd):
     from keras.callbacks import EarlyStopping
 
-    from hvdkit.keras.items import CallbackStates
+    from hvdkit.keras.callback_states import CallbackStates
 
     saved = [EarlyStopping("loss"), EarlyStopping("mae", mode="min")]
     for number, callback in enumerate(saved):

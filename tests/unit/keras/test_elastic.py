@@ -90,7 +90,7 @@ def test_fit_counts_from_0_or_from_the_first_epoch_left(hvd, tmp_path, counts_al
             callbacks=[update, checkpoint],
             verbose=0,
         )
-        seen.append((state.epoch, checkpoint._progress.epoch, len(history.epoch)))
+        seen.append((state.epoch, checkpoint._progress.position.epoch, len(history.epoch)))
     assert seen == [(1, 1, 1), (3, 3, 2), (4, 4, 1), (6, 6, 2)]
 
 

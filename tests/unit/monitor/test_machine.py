@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.monitor import MLFlowLogger, PrometheusLogger, TensorBoardLogger, WandbLogger, metrics
-from hvdkit.monitor.machine import Machine
+from hvdkit.monitor.machine import _handle_of, measure_machine
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch, make, package,
 
 
 def test_memory_is_measured_and_a_gpu_without_its_library_is_not(monkeypatch):
+    _handle_of.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    machine = Machine()
-    machine.watch_gpu("GPU-1234")
-    assert machine.measure().keys() == {metrics.RSS}
-    assert machine.measure()[metrics.RSS] > 1e6
+    measured = measure_machine("GPU-1234")
+    assert measured.keys() == {metrics.RSS}
+    assert measured[metrics.RSS] > 1e6
 
 
 class Nvml:
@@ -52,9 +52,7 @@ class Nvml:
 
 
 def test_the_use_of_a_gpu(monkeypatch):
+    _handle_of.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    machine = Machine()
-    machine.watch_gpu("GPU-1234")
-    assert machine.measure()[metrics.GPU] == 0.75
-    machine.watch_gpu("GPU-none")
-    assert metrics.GPU not in machine.measure()
+    assert measure_machine("GPU-1234")[metrics.GPU] == 0.75
+    assert metrics.GPU not in measure_machine("GPU-none")

@@ -278,15 +278,15 @@ def test_weights_load_with_safetensors(hvd, tmp_path):
 
 
 def test_reduction_states_of_future_tapes_are_kept(hvd):
-    from hvdkit.tensorflow import tape
+    from hvdkit.tensorflow import tape_reducers
 
-    saved = tape.reduction_state()
+    saved = tape_reducers.reduction_state()
     try:
-        tape.restore_reduction_state({"some settings": {"some buckets": [[1, 2]]}})
+        tape_reducers.restore_reduction_state({"some settings": {"some buckets": [[1, 2]]}})
         # Kept for a reducer that does not exist yet.
-        assert tape.reduction_state()["some settings"] == {"some buckets": [[1, 2]]}
+        assert tape_reducers.reduction_state()["some settings"] == {"some buckets": [[1, 2]]}
     finally:
-        tape.restore_reduction_state(saved)
+        tape_reducers.restore_reduction_state(saved)
 
 
 def test_a_checkpoint_opens_without_tensorflow(tmp_path):

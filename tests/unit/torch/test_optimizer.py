@@ -379,7 +379,7 @@ def test_a_reducers_state_includes_restored_states_of_unreduced_gradients(hvd):
         for name in names:
             p = nn.Parameter(torch.zeros(3))
             parameters.append(p)
-            reducer([torch.ones(3)], [p], [name])
+            reducer.reduce([torch.ones(3)], [p], [name])
 
     parameters = []  # kept, because ids of sets must differ
     reducer = GradientReducer(Reduction(Float16()))
