@@ -7,11 +7,13 @@ the engine's stall limit ends the job.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import prepare_on_all_ranks
 from hvdkit.agreement.rank_errors import raise_on_all_ranks
 from hvdkit.errors import UsageError
 
@@ -90,6 +92,51 @@ class ProcessSets:
         self.known[tuple(added.ranks)] = added
         return added
 
+    def grid(self, **dimensions: int) -> dict[str, Any]:
+        """Arrange all ranks in a grid, and return the process sets of this rank. A collective.
+
+        The last dimension has neighbouring ranks. With 4 ranks and `grid(data=2, model=2)`, rank 1
+        is in the sets `{"data": [1, 3], "model": [0, 1]}`.
+
+        Process sets that do not exist are added, which needs HOROVOD_DYNAMIC_PROCESS_SETS=1, or
+        `init(process_sets="dynamic")`.
+
+        Args:
+            dimensions: the length of each dimension by its name, on all ranks the same.
+
+        Returns:
+            Name of a dimension -> the process set of the ranks that differ from this one in this
+            dimension only.
+
+        Raises:
+            UsageError: the product of the lengths is not the number of ranks.
+            RankMismatchError: on the other ranks, if the lengths are wrong on some ranks.
+            ValueError: on every rank, if process sets cannot be added.
+        """
+        collectives = self.collectives()
+        size = len(collectives.ranks)
+
+        def prepare() -> tuple[None, list[str]]:
+            lengths = list(dimensions.values())
+            valid = all(type(each) is int and each > 0 for each in lengths)
+            if not dimensions or not valid or math.prod(lengths) != size:
+                raise UsageError(
+                    f"grid has {dimensions}, and the job has {size} ranks: expected a length for "
+                    f"each dimension, such as grid(data={size}, model=1), whose product is {size}"
+                )
+            return None, [f"{name}={length}" for name, length in dimensions.items()]
+
+        prepare_on_all_ranks(collectives, prepare, "the grid", "Pass the same on all ranks.")
+        found = {}
+        stride = size
+        for name, length in dimensions.items():
+            block, stride = stride, stride // length
+            firsts = [rank for rank in range(size) if rank % block < stride]
+            lines = [list(range(first, first + block, stride)) for first in firsts]
+            sets = self.find_or_add(lines)
+            found[name] = next(s for s in sets if collectives.rank in s.ranks)
+        return found
+
     def find_or_add(self, parts: Sequence[Sequence[int]]) -> list[Any]:
         """Return a process set for each sequence of ranks. A collective if one does not exist.
 
@@ -100,7 +147,9 @@ class ProcessSets:
         found = []
         for ranks in map(tuple, parts):
             number, known = numbers.get(ranks), self.known.get(ranks)
-            if number is None:
+            if number == 0:
+                known = self.horovod.global_process_set
+            elif number is None:
                 known = self.add_process_set(ranks)
             elif known is None or known.process_set_id != number:
                 # It was an argument of `init`.

@@ -28,10 +28,9 @@ from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saved_steps import Restored, SavedStep, best_of, described
 from hvdkit.checkpoint.saving import Prepared, Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
-from hvdkit.checkpoint.sharding import ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
-from hvdkit.checkpoint.state import RankItem, StatefulItem
+from hvdkit.checkpoint.state import RankItem, StatefulItem, is_divided
 from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary, misplaced
 from hvdkit.checkpoint.step_files import EncodedPart, Snapshot
 from hvdkit.checkpoint.storage import check_number
@@ -51,8 +50,8 @@ class Manager:
         store: the storage. Only the first rank uses it.
         collectives: of the ranks of the job.
         parts: name of a part -> its item, whose state is the same on all ranks. The first rank's
-            state is saved, and restored on all ranks, in this order. For a `ShardedItem`, every
-            rank's rows are saved.
+            state is saved, and restored on all ranks, in this order. For a `DividedItem`, every
+            rank's parts are saved.
         rank_parts: name of a part -> its item, which has its own state on each rank. These items
             are restored after `parts`, in this order, and only in a job with the same number of
             ranks. With another number of ranks, a `RequiredRankItem` makes `restore` fail, unless
@@ -66,7 +65,7 @@ class Manager:
         every_steps: `maybe_save` saves at the first call at or after each multiple of this number.
         every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock.
         every_steps_in_memory: `maybe_save` keeps the state in the memory of each host, at the first
-            call at or after each multiple of this number. Not with a `ShardedItem`.
+            call at or after each multiple of this number. Not with divided tensors.
         asynchronous: write while training continues. Otherwise `save` returns after the write.
         overwrite: for a folder that has steps, of which none was restored. True: begin a new run
             there. False: `save` raises an error.
@@ -126,10 +125,11 @@ class Manager:
         self._schedule = Schedule(every_steps, every_minutes)
         for name in (*parts, *(rank_parts or {})):
             check_part_name(name)
-        if every_steps_in_memory and any(isinstance(i, ShardedItem) for i in parts.values()):
+        if every_steps_in_memory and any(map(is_divided, parts.values())):
             raise UsageError(
-                f"every_steps_in_memory is {every_steps_in_memory}, and sharded= was given: the "
-                f"memory of a host keeps whole states only. Remove one of them"
+                f"every_steps_in_memory is {every_steps_in_memory}, and tensors are divided among "
+                f"the ranks (sharded=, or DTensors): the memory of a host keeps whole states only. "
+                f"Omit every_steps_in_memory"
             )
         self._store = store
         self._collectives = collectives

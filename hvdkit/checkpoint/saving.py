@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdkit.agreement.collectives import Collectives
@@ -11,14 +11,15 @@ from hvdkit.agreement.consistency import digest
 from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.coordination import compare, compare_lines, exchange, gather
-from hvdkit.checkpoint.sharding import Gather, ShardedItem, check_layouts
-from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
+from hvdkit.checkpoint.sharding import Gather, check_layouts
+from hvdkit.checkpoint.snapshot import SnapshotMemory, encoded, in_place
 from hvdkit.checkpoint.state import (
     ComparedItem,
     DifferingRankItem,
     RankItem,
     StatefulItem,
     Tree,
+    is_divided,
 )
 from hvdkit.checkpoint.step_files import EncodedPart, rank_to_bytes
 from hvdkit.checkpoint.storage import check_number
@@ -34,7 +35,6 @@ class Prepared:
         alike: name of a part without tensors -> its content.
         signatures: name of a part -> a text for each piece of its structure.
         digests: name of a rank part -> digests of values that may be equal on all ranks.
-        gathers: name of a sharded part -> how its rows are collected.
         message: all of it for the other ranks, in JSON.
     """
 
@@ -42,7 +42,6 @@ class Prepared:
     alike: Mapping[str, Tree]
     signatures: Mapping[str, list[str]]
     digests: Mapping[str, Mapping[str, int]]
-    gathers: Mapping[str, Gather]
     message: dict[str, Any]
 
 
@@ -51,7 +50,7 @@ class Saving:
 
     Args:
         collectives: the collectives of the job's ranks.
-        parts: name -> an item that is the same on all ranks, or a `ShardedItem`.
+        parts: name -> an item that is the same on all ranks, or a `DividedItem`.
         rank_parts: name -> an item that has its own state on each rank.
         alike: names of parts without tensors, which are compared by their content.
         replicas: see `Manager`.
@@ -97,11 +96,6 @@ class Saving:
             for name, part in self._parts.items()
             if isinstance(part, ComparedItem) and name not in alike
         }
-        gathers = {
-            name: part.prepare_gather(self._writes)
-            for name, part in self._parts.items()
-            if isinstance(part, ShardedItem)
-        }
         digests = {
             name: item.digests()
             for name, item in self._rank_parts.items()
@@ -115,10 +109,9 @@ class Saving:
             "alike": {name: _fingerprint(each, name) for name, each in alike.items()},
             "signatures": {name: digest(lines).hex() for name, lines in signatures.items()},
             "digests": {name: list(each.values()) for name, each in digests.items()},
-            "shards": {name: each.layout for name, each in gathers.items()},
             "replicas": [self._described(check) for check in self._replicas()],
         }
-        return Prepared(step, alike, signatures, digests, gathers, message)
+        return Prepared(step, alike, signatures, digests, message)
 
     def run(
         self, prepared: Prepared | None, problem: Exception | None
@@ -137,12 +130,14 @@ class Saving:
             CheckpointError: on all ranks: a rank had another error.
             RankMismatchError: on all ranks: parameters or optimizer state differ.
         """
-        gathered, content, own, problem = self._collect(prepared, problem)
-        exchange(self._collectives, {}, problem, self._consequence)
-        for name, rows in prepared.gathers.items() if prepared else ():
-            rows.run(self._collectives, [each["shards"][name] for each in gathered])
-            if rows.part is not None:
-                content[name] = rows.part
+        content, own, parts, problem = self._collect(prepared, problem)
+        message = {} if parts is None else {"shards": parts.layout}
+        told = exchange(self._collectives, message, problem, self._consequence)
+        assert parts is not None
+        layouts = [each["shards"] for each in told]
+        check_layouts(self._collectives.ranks, layouts, self._consequence)
+        for name, wholes in parts.run(self._collectives, layouts).items():
+            content[name] = replace(content[name], tensors={**content[name].tensors, **wholes})
         return content, gather(self._collectives, own, "hvdkit.checkpoint.ranks")
 
     def run_everywhere(
@@ -154,8 +149,8 @@ class Saving:
     ) -> tuple[dict[str, EncodedPart], list[bytes], Mapping[str, Any]]:
         """Compare the state between the ranks, and send each rank's own state to all. A collective.
 
-        The parts have no `ShardedItem`. All ranks that write get the first rank's content of parts
-        that the ranks do not compare, such as metadata.
+        All ranks that write get the first rank's content of parts that the ranks do not compare,
+        such as metadata.
 
         Args:
             prepared: see `run`.
@@ -170,7 +165,13 @@ class Saving:
         Raises:
             UsageError, CheckpointError: see `run`.
         """
-        _, content, own, problem = self._collect(prepared, problem)
+        content, own, parts, problem = self._collect(prepared, problem)
+        if parts is not None and parts.layout:
+            problem = problem or UsageError(
+                f"{next(iter(parts.layout))} is divided among the ranks, and the memory of a host "
+                f"keeps what all ranks have: expected a model of plain tensors. Use every_steps of "
+                f"hvd.Checkpointer, without every_steps_in_memory and without an elastic state"
+            )
         if others_write:
             differing = [
                 name
@@ -184,11 +185,11 @@ class Saving:
 
     def _collect(
         self, prepared: Prepared | None, problem: Exception | None
-    ) -> tuple[list[dict[str, Any]], dict[str, EncodedPart], bytes, Exception | None]:
+    ) -> tuple[dict[str, EncodedPart], bytes, Gather | None, Exception | None]:
         """Compare the state between the ranks, and copy the state of this rank. A collective.
 
         Returns:
-            The messages of all ranks; the parts, if this rank writes; its own state; its error.
+            The parts, if this rank writes; its own state; its parts of divided tensors; its error.
         """
         message = prepared.message if prepared else {}
         gathered = exchange(self._collectives, message, problem, self._consequence)
@@ -198,12 +199,13 @@ class Saving:
         self._select(prepared, [each["digests"] for each in gathered])
         content: dict[str, EncodedPart] = {}
         own = b""
+        parts = None
         try:
             # After the comparison, which may have repaired this rank.
             trees = {
                 name: prepared.alike[name] if name in prepared.alike else part.save()
                 for name, part in self._parts.items()
-                if name in prepared.alike or (self._writes and name not in prepared.gathers)
+                if name in prepared.alike or self._writes or is_divided(part)
             }
             own = rank_to_bytes(
                 _encoded_plainly(
@@ -211,11 +213,13 @@ class Saving:
                 ),
                 len(self._collectives.ranks),
             )
+            found = encoded(trees)
+            parts = Gather({name: tensors for name, (_, tensors) in found.items()}, self._writes)
             if self._writes:
-                content = in_place(trees) if self._memory is None else self._memory.copy(trees)
+                content = in_place(found) if self._memory is None else self._memory.copy(found)
         except Exception as error:
             problem = error
-        return gathered, content, own, problem
+        return content, own, parts, problem
 
     def _compare(self, prepared: Prepared, gathered: Sequence[Mapping[str, Any]]) -> None:
         """Check that the ranks save the same state. A collective.
@@ -242,9 +246,6 @@ class Saving:
         for name, lines in prepared.signatures.items():
             digests = [each["signatures"][name] for each in gathered]
             compare_lines(self._collectives, digests, lines, name, self._consequence)
-        for name in prepared.gathers:
-            layouts = [each["shards"][name] for each in gathered]
-            check_layouts(self._collectives.ranks, layouts, self._consequence)
 
     def _select(self, prepared: Prepared, gathered: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Tell items which of their values differ between ranks.

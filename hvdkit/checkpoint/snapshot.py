@@ -8,11 +8,13 @@ import numpy as np
 
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.memory import ALIGNMENT, Allocate
+from hvdkit.checkpoint.sharding import Divided
 from hvdkit.checkpoint.state import Tensor, TensorSpec, Tree
 from hvdkit.checkpoint.step_files import EncodedPart
 from hvdkit.checkpoint.tensors import nbytes
 
 _K = TypeVar("_K")
+Encoded = Mapping[str, tuple[Any, dict[str, Tensor]]]
 
 
 def placed(specs: Mapping[_K, TensorSpec]) -> tuple[dict[_K, slice], int]:
@@ -36,21 +38,18 @@ class SnapshotMemory:
         self._allocate = allocate
         self._memory = np.empty(0, np.uint8)
 
-    def copy(self, trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
-        """Copy the state, over the previous copy.
+    def copy(self, encoded: Encoded) -> dict[str, EncodedPart]:
+        """Copy the state, over the previous copy; not the content of `Divided` tensors.
 
         Args:
-            trees: part -> the result of its item's `save`.
-
-        Raises:
-            UsageError: something in a tree cannot be saved.
+            encoded: the result of `encoded`.
         """
-        encoded = _encoded(trees)
         places, end = placed(
             {
                 (part, name): tensor.spec
                 for part, (_, tensors) in encoded.items()
                 for name, tensor in tensors.items()
+                if not isinstance(tensor, Divided)
             }
         )
         if len(self._memory) < end:
@@ -60,8 +59,11 @@ class SnapshotMemory:
             self._memory = self._allocate(end + end // 64)
         parts = {}
         for part, (content, tensors) in encoded.items():
-            copies = {}
+            copies: dict[str, tuple[TensorSpec, Any]] = {}
             for name, tensor in tensors.items():
+                if isinstance(tensor, Divided):
+                    copies[name] = (tensor.spec, None)
+                    continue
                 place = self._memory[places[part, name]]
                 tensor.read(place)
                 copies[name] = (tensor.spec, place)
@@ -69,19 +71,20 @@ class SnapshotMemory:
         return parts
 
 
-def in_place(trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
+def in_place(encoded: Encoded) -> dict[str, EncodedPart]:
     """Return the state without a copy. It must not change until it is written.
 
-    A tensor that is on another device, or is not row-major, is copied when it is written.
+    A tensor that is on another device, or is not row-major, is copied when it is written. The
+    content of `Divided` tensors is missing.
 
     Args:
-        trees: part -> the result of its item's `save`.
+        encoded: the result of `encoded`.
 
     Raises:
-        UsageError: something in a tree cannot be saved.
+        UsageError: a tensor cannot be saved.
     """
     parts = {}
-    for part, (content, tensors) in _encoded(trees).items():
+    for part, (content, tensors) in encoded.items():
         for tensor in tensors.values():
             nbytes(tensor.spec)  # raises now if the tensor cannot be saved
         parts[part] = EncodedPart(
@@ -91,7 +94,15 @@ def in_place(trees: Mapping[str, Tree]) -> dict[str, EncodedPart]:
     return parts
 
 
-def _encoded(trees: Mapping[str, Tree]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+def encoded(trees: Mapping[str, Tree]) -> Encoded:
+    """Return part -> JSON form and tensors.
+
+    Args:
+        trees: part -> the result of its item's `save`.
+
+    Raises:
+        UsageError: something in a tree cannot be saved.
+    """
     return {part: tree.encode(content, part) for part, content in trees.items()}
 
 

@@ -133,6 +133,23 @@ class OptionalItem(StatefulItem, Protocol):
 
 
 @runtime_checkable
+class DividedItem(StatefulItem, Protocol):
+    """An item that may have tensors of which each rank has a part: see `sharding.Divided`.
+
+    Attributes:
+        divided: whether it has some now. Every rank then calls `save`.
+    """
+
+    @property
+    def divided(self) -> bool: ...
+
+
+def is_divided(item: StatefulItem) -> bool:
+    """Return whether an item has tensors of which each rank has a part."""
+    return isinstance(item, DividedItem) and item.divided
+
+
+@runtime_checkable
 class PartialItem(StatefulItem, Protocol):
     """An item that can restore some of its tensors, such as a model with another last layer."""
 

@@ -19,8 +19,8 @@ from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.replaced_state import positions, restore_positions, state_replaced
-from hvdkit.checkpoint.snapshot import SnapshotMemory
-from hvdkit.checkpoint.state import StatefulItem, Tree
+from hvdkit.checkpoint.snapshot import SnapshotMemory, encoded
+from hvdkit.checkpoint.state import StatefulItem, Tree, is_divided
 from hvdkit.checkpoint.step_boundary import StepBoundary
 from hvdkit.elastic import parts
 from hvdkit.elastic.commits import Commits
@@ -235,10 +235,14 @@ class CommittedState:
         A collective, because each rank may have another optimizer, with another process set.
 
         Raises:
-            UsageError: on every rank, if an optimizer of a rank reduces over other ranks.
+            UsageError: on every rank, if an optimizer of a rank reduces over other ranks, or a
+                model has DTensors.
         """
         collectives = self._collectives()
-        own = other_ranks(self._reduced_over(), collectives.ranks)
+        divided = [name for name, item in self._items().items() if is_divided(item)]
+        own = other_ranks(self._reduced_over(), collectives.ranks) or ", ".join(
+            f"the tensors of {name} are DTensors" for name in divided
+        )
         name = "hvdkit.elastic.ranks"
         if collectives.sum([int(bool(own))], name)[0]:
             text = own or "all over all ranks"
@@ -275,7 +279,9 @@ class CommittedState:
             # The thread that stores the last commit reads the copy.
             self._commits.wait()
         items = self._items() | POSITIONS
-        self._saved = self._memory.copy({name: item.save() for name, item in items.items()})
+        self._saved = self._memory.copy(
+            encoded({name: item.save() for name, item in items.items()})
+        )
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients.
@@ -435,8 +441,9 @@ class CommittedState:
 
 def _several_models(kind: str, found: str) -> str:
     return (
-        f"gradients are not reduced over all ranks ({found}), and a {kind} has one model for all "
-        f"ranks, that of rank 0: expected the process set of all ranks in each optimizer. "
+        f"gradients are not reduced over all ranks, or tensors are divided among them ({found}), "
+        f"and a {kind} has one model for all ranks, that of rank 0: expected plain tensors, and "
+        f"the process set of all ranks in each optimizer. "
         f"Start a job for each model; or use no elastic state, and save each model "
         f"with hvd.Checkpointer(folder, process_set=process_set) in a folder for each process set"
     )

@@ -55,6 +55,7 @@ cross_size = backend.hvd.cross_size
 cuda_built = backend.hvd.cuda_built
 ddl_built = backend.hvd.ddl_built
 global_process_set = backend.hvd.global_process_set
+grid = backend.hvd.grid
 gloo_built = backend.hvd.gloo_built
 gloo_enabled = backend.hvd.gloo_enabled
 init = backend.hvd.init
@@ -107,6 +108,7 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grid",
     "init",
     "is_initialized",
     "load_model",

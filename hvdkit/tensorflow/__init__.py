@@ -99,7 +99,7 @@ from hvdkit.tensorflow.gathering import gather_for_loss
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
-from hvdkit.tensorflow.process_sets import add_process_set, remove_process_set
+from hvdkit.tensorflow.process_sets import add_process_set, grid, remove_process_set
 from hvdkit.tensorflow.profiling import profile
 from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -160,6 +160,7 @@ __all__ = [
     "gloo_built",
     "gloo_enabled",
     "gpu_available",
+    "grid",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",

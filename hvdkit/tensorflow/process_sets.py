@@ -1,4 +1,4 @@
-"""`hvd.add_process_set` and `hvd.remove_process_set`."""
+"""`hvd.add_process_set`, `hvd.remove_process_set` and `hvd.grid`."""
 
 from horovod.common import process_sets
 
@@ -9,3 +9,4 @@ _sets = ProcessSets(process_sets, lambda: TensorFlowCollectives(process_sets.glo
 
 add_process_set = _sets.add_process_set
 remove_process_set = _sets.remove_process_set
+grid = _sets.grid

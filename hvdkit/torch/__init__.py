@@ -104,7 +104,7 @@ from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.noise_scale import GradientNoiseScale
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
-from hvdkit.torch.process_sets import add_process_set, remove_process_set
+from hvdkit.torch.process_sets import add_process_set, grid, remove_process_set
 from hvdkit.torch.profiling import profile
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 from hvdkit.torch.unwrapped import register_local
@@ -175,6 +175,7 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grid",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",

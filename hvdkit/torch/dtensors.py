@@ -5,10 +5,15 @@ returns the part of this rank, a plain tensor. hvdkit reduces, sends and compare
 between the ranks that have the same part (`hvdkit.torch.meshes`).
 """
 
+import math
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from hvdkit.errors import UsageError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -33,8 +38,56 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_local(part: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a DTensor whose local part is `part`, with the mesh and placements of `like`."""
-    result: torch.Tensor = type(like)(part, like._spec, requires_grad=False)
+    spec = like._spec
+    if part.dtype != spec.tensor_meta.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    result: torch.Tensor = type(like)(part, spec, requires_grad=False)
     return result
+
+
+def replicated(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor that each rank of the mesh of `like` has as a whole."""
+    from torch.distributed.tensor import Replicate  # loaded already: `like` is a DTensor
+
+    mesh = like.device_mesh
+    result: torch.Tensor = type(like).from_local(
+        tensor, mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return result
+
+
+def first_indices(tensor: Any, subject: str) -> Sequence[int]:
+    """Return the first index of this rank's part of a DTensor, in each dimension.
+
+    Raises:
+        UsageError: the part is not a range of indices in each dimension. `subject` is the name of
+            the tensor in the error.
+    """
+    mesh, part = tensor.device_mesh, local(tensor)
+    coordinate = mesh.get_coordinate()
+    placed = [(dim, p) for dim, p in enumerate(tensor.placements) if not p.is_replicate()]
+    # FSDP2 divides what a later dimension of the mesh, tensor parallelism, has divided before:
+    # _StridedShard.
+    strided = [pair for pair in placed if hasattr(pair[1], "split_factor")]
+    first, counts, parts = [0] * tensor.dim(), list(tensor.shape), [1] * tensor.dim()
+    valid = coordinate is not None and not any(each.is_partial() for _, each in placed)
+    for dim, each in [p for p in placed if p not in strided] + strided[::-1] if valid else ():
+        size, of = mesh.size(dim), each.dim
+        valid = valid and getattr(each, "split_factor", parts[of]) == parts[of]
+        chunk = -(-counts[of] // size)
+        begin = min(chunk * coordinate[dim], counts[of])
+        first[of] += begin
+        counts[of] = min(chunk, counts[of] - begin)
+        parts[of] *= size
+    # FSDP2 gives an empty part other dimensions.
+    if not valid or (counts != list(part.shape) and (math.prod(counts) or part.numel())):
+        raise UsageError(
+            f"{subject} is a DTensor of shape {list(tensor.shape)} with the placements "
+            f"{tensor.placements} over a mesh of shape {tuple(mesh.shape)}, and this rank has a "
+            f"part of shape {list(part.shape)}: expected Shard or Replicate, parts of {counts}, "
+            f"and a mesh with this rank. Call redistribute() first"
+        )
+    return first
 
 
 def placements(tensor: Any) -> str:

@@ -10,6 +10,7 @@ from horovod.torch import mpi_ops
 from hvdkit.agreement import objects
 from hvdkit.agreement.collectives import check_root
 from hvdkit.agreement.consistency import prepare_on_all_ranks
+from hvdkit.agreement.rank_errors import raise_on_all_ranks
 from hvdkit.checkpoint.state import Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
@@ -148,7 +149,8 @@ def broadcast_optimizer_state(
     """Broadcast the optimizer state and options of rank `root_rank`.
 
     The other ranks drop their own state, which may be empty or have other dtypes. The optimizer of
-    rank `root_rank` and all parameters stay unchanged.
+    rank `root_rank` and all parameters stay unchanged. A part of a DTensor comes from the rank with
+    the same part in the mesh of `root_rank`.
 
     Args:
         optimizer: the optimizer, of the same class and with equal parameters on every rank.
@@ -156,9 +158,10 @@ def broadcast_optimizer_state(
         model: for compatibility with Horovod; ignored.
 
     Raises:
-        UsageError: the optimizer is LBFGS, whose state belongs to no single parameter, or has
-            parameters that are DTensors, or its `state_dict()` lacks `state` or `param_groups`; or
-            `root_rank` does not exist.
+        UsageError: the optimizer is LBFGS, whose state belongs to no single parameter, or its
+            `state_dict()` lacks `state` or `param_groups`; or `root_rank` does not exist; or
+            parameters are DTensors, and no two ranks have the same part of them, or ranks of the
+            mesh of `root_rank` have other state.
         RankMismatchError: on every rank, when their optimizers have different parameters, or
             different values of other entries of `state_dict()`, which are not sent; or an argument
             is invalid on one of them. (The latter rank raises its `UsageError`.)
@@ -167,19 +170,20 @@ def broadcast_optimizer_state(
     collectives = TorchCollectives(process_set)
     item = OptimizerItem(optimizer)
 
-    def prepare() -> tuple[Tree, list[str]]:
+    def prepare() -> tuple[tuple[Tree, Any], list[str]]:
         check_root(root_rank, process_set.ranks)
         own = _state_dict_of(optimizer)
+        mesh = mesh_of((f"parameter {i}", p) for i, p in enumerate(_parameters_of(optimizer)))
         tree = None
-        if mpi_ops.rank() == root_rank:
+        if mpi_ops.rank() == root_rank or mesh is not None:
             for tensor in tensors_of([own[key] for key in _SENT]):
                 shape = list(tensor.shape)
-                check_plain(tensor, f"a tensor of shape {shape} in the optimizer's state")
+                check_plain(local(tensor), f"a tensor of shape {shape} in the optimizer's state")
             tree = item.tree(own)
-        return tree, [
+        return (tree, mesh), [
             f"optimizer {type(optimizer).__name__}, state from rank {root_rank}",
             *(
-                f"group {g}, parameter {i}, {p.dtype} {list(p.shape)}"
+                f"group {g}, parameter {i}, {p.dtype} {list(p.shape)}{placements(p)}"
                 for g, group in enumerate(optimizer.param_groups)
                 for i, p in enumerate(group["params"])
             ),
@@ -190,12 +194,25 @@ def broadcast_optimizer_state(
         ]
 
     subject = "the optimizer whose state to broadcast"
-    tree = prepare_on_all_ranks(collectives, prepare, subject, _STATE_ADVICE)
+    tree, mesh = prepare_on_all_ranks(collectives, prepare, subject, _STATE_ADVICE)
+    replicas = None if mesh is None else Replicas(mesh, process_set)
+    rank = mpi_ops.rank()
+    sends = rank == root_rank or (replicas is not None and replicas.root(root_rank) == rank)
     outline = broadcast_object(tree and with_specs(tree), root_rank)
+    if replicas is not None:
+        error = None
+        if sends and with_specs(tree) != outline:
+            error = UsageError(f"the state of rank {rank} differs from that of rank {root_rank}")
+        text = f"broadcast_optimizer_state: the ranks of the mesh of rank {root_rank} differ"
+        raise_on_all_ranks(collectives, error, text, "hvdkit.optimizer_state", UsageError)
     # Not by `load_state_dict`, which casts state to the dtype of its parameter.
-    own = item.plan_restore(outline) if tree is None else tree
-    _broadcast_tensors(tensors_of(own), root_rank, process_set)
-    if tree is None:
+    own = tree if sends else item.plan_restore(outline)
+    tensors = tensors_of(own)
+    _broadcast_tensors([t for t in tensors if not is_dtensor(t)], root_rank, process_set)
+    if replicas is not None:
+        parts = [local(tensor) for tensor in tensors if is_dtensor(tensor)]
+        _broadcast_tensors(parts, replicas.root(root_rank), replicas.process_set)
+    if not sends:
         item.load(own)
 
 
@@ -222,16 +239,8 @@ def _state_dict_of(optimizer: Any) -> dict[str, Any]:
             "LBFGS keeps one history for all parameters, which cannot be broadcast tensor by "
             "tensor; use broadcast_object(optimizer.state_dict(), root_rank)"
         )
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            subject = f"parameter {i} of group {g}"
-            if is_dtensor(parameter):
-                raise UsageError(
-                    f"{subject} is a DTensor, and the state of its optimizer is not sent: expected "
-                    f"plain parameters. Make the optimizer on all ranks without state, or load the "
-                    f"state on each rank with torch.distributed.checkpoint"
-                )
-            check_has_memory(parameter, subject)
+    for i, parameter in enumerate(_parameters_of(optimizer)):
+        check_has_memory(local(parameter), f"parameter {i}")
     state: dict[str, Any] = optimizer.state_dict()
     if not state.keys() >= _SENT:
         raise UsageError(
@@ -239,6 +248,10 @@ def _state_dict_of(optimizer: Any) -> dict[str, Any]:
             f"{', '.join(map(repr, state))}: expected 'state' and 'param_groups'. Use {_LOADING}"
         )
     return state
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _text_of(value: Any) -> str:

@@ -95,8 +95,8 @@ class Replicas:
         except ValueError as error:
             raise UsageError(
                 f"the process sets {parts}, whose ranks have the same part of DTensors over "
-                f"{_text(mesh)}, cannot be added: {error} Or make them at the start: "
-                f"hvd.init(process_sets=[hvd.ProcessSet(ranks) for ranks in {parts}])"
+                f"{_text(mesh)}, cannot be added: {error} Or call "
+                f"hvd.init(process_sets='dynamic')"
             ) from error
 
     def root(self, rank: int) -> int:

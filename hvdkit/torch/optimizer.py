@@ -9,6 +9,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOptimizer
 
 from hvdkit.agreement.collectives import check_process_set
+from hvdkit.agreement.consistency import check_consistency
 from hvdkit.agreement.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.reduction import bucketing
@@ -16,10 +17,12 @@ from hvdkit.reduction.accumulation import window_of
 from hvdkit.reduction.compression import check_adasum
 from hvdkit.reduction.nonfinite import IGNORE, SKIP, check_policy
 from hvdkit.reduction.plan import Reduction, predivide
+from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.compression import Compression, wire_format
-from hvdkit.torch.dtensors import local
+from hvdkit.torch.dtensors import local, placements
 from hvdkit.torch.meshes import Replicas, mesh_of
 from hvdkit.torch.plain_tensors import check_has_memory
+from hvdkit.torch.reduction.backward_passes import coordinator_of
 from hvdkit.torch.reduction.settings import Settings
 from hvdkit.torch.wrapped_modules import check_not_reduced
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
@@ -149,6 +152,10 @@ def DistributedOptimizer(
     mesh = mesh_of((name, p) for p, name in names.items())
     if mesh is not None:
         _check_sharded(op, on_nonfinite)
+        # A rank without DTensors calls nothing here. Its next call is usually a round.
+        coordinator_of(process_set).meet("hvd.DistributedOptimizer, whose parameters are DTensors")
+        lines = [f"{name!r}, {list(p.shape)}{placements(p)}" for p, name in names.items()]
+        check_consistency(TorchCollectives(process_set), lines, "the optimizer's parameters")
         process_set = Replicas(mesh, process_set).process_set
     if op == mpi_ops.Adasum:
         check_adasum(wire_format(compression))

@@ -1,4 +1,4 @@
-"""`hvd.add_process_set` and `hvd.remove_process_set`."""
+"""`hvd.add_process_set`, `hvd.remove_process_set` and `hvd.grid`."""
 
 from horovod.common import process_sets
 
@@ -9,4 +9,5 @@ _sets = ProcessSets(process_sets, lambda: TorchCollectives(process_sets.global_p
 
 add_process_set = _sets.add_process_set
 remove_process_set = _sets.remove_process_set
+grid = _sets.grid
 find_or_add = _sets.find_or_add

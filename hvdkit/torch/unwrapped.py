@@ -26,6 +26,7 @@ from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck
 from hvdkit.errors import UsageError
 from hvdkit.runtime.counters import counters
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.dtensors import is_dtensor
 from hvdkit.torch.items import compiled
 from hvdkit.torch.plain_tensors import has_own_dispatch, traffic
 from hvdkit.torch.reduction import records
@@ -188,8 +189,11 @@ def replica_checks(
 
 
 def _may_differ(parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-    """Return whether the script has said that ranks may have different values of a parameter."""
-    if parameter in _local:
+    """Return whether ranks may have different values of a parameter.
+
+    The script has said so; or the parameter is a DTensor, whose parts a save compares itself.
+    """
+    if parameter in _local or is_dtensor(parameter):
         return True
     owner = records.owner_of(parameter)
     if owner is None:

@@ -413,9 +413,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
 
 def reduced_over(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[int]]:
-    """Return the ranks that each wrapped optimizer reduces over, by its name."""
+    """Return the ranks that each wrapped optimizer reduces over, by its name.
+
+    Not those of DTensors: all ranks of their mesh train one model.
+    """
     return {
         name: list(each.process_set.ranks)
         for name, each in optimizers.items()
         if isinstance(each, WrappedOptimizer)
+        and not any(is_dtensor(p) for group in each.param_groups for p in group["params"])
     }

@@ -11,8 +11,20 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.checkpoint.weights import TIED
+from hvdkit.torch.dtensors import is_dtensor, local
 from hvdkit.torch.items import compiled
-from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, memory, overlaps, writable
+from hvdkit.torch.items.tensors import (
+    CPU,
+    Held,
+    TorchTensor,
+    empty,
+    empty_like,
+    held,
+    identity,
+    memory,
+    overlaps,
+    writable,
+)
 from hvdkit.torch.items.trees import at, on_host, with_tensors, without_tensors
 
 
@@ -23,12 +35,12 @@ class _Plan:
     Attributes:
         names: name in the restored tree -> name in the module's `state_dict`.
         to_load: the tensors that `restore` loads with `load_state_dict`.
-        restored: the addresses of the parameters that a partial restore restores.
+        restored: the `identity` of the parameters that a partial restore restores.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     to_load: Collection[str] = ()
-    restored: Collection[int] = ()
+    restored: Collection[Any] = ()
 
 
 class ModelItem:
@@ -68,6 +80,11 @@ class ModelItem:
             names[name if known in names else known] = name
         return names
 
+    @property
+    def divided(self) -> bool:
+        """Whether the model has DTensors."""
+        return any(map(is_dtensor, self._model.state_dict().values()))
+
     def save(self) -> Tree:
         """Return name -> tensor, and the extra state of modules."""
         tree: dict[str, Any] = {}
@@ -77,7 +94,7 @@ class ModelItem:
             if not isinstance(value, torch.Tensor):
                 tree[name] = with_tensors(value, at(self._subject, (name,)))
                 continue
-            tensor = TorchTensor(value, at(self._subject, (name,)))
+            tensor = held(value, at(self._subject, (name,)))
             # All empty tensors have the address 0.
             holder = holders.setdefault(memory(value), name) if value.numel() else name
             if holder != name:
@@ -119,7 +136,7 @@ class ModelItem:
         plain = compiled.without_prefixes(self._model)
         fitting = {names[name] for name in own}
         restored = {
-            parameter.data_ptr()
+            identity(parameter)
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
             # If nothing differs, all parameters are restored, even if the module's `state_dict`
             # names them differently than `named_parameters`.
@@ -139,7 +156,7 @@ class ModelItem:
 
     def restores(self, parameter: torch.Tensor) -> bool:
         """Return whether the last `plan_partial_restore` restores a parameter of the model."""
-        return parameter.data_ptr() in self._plan.restored
+        return identity(parameter) in self._plan.restored
 
     def _separate_in_checkpoint(
         self, tree: Tree, own: Mapping[str, torch.Tensor]
@@ -172,8 +189,10 @@ class ModelItem:
         lines += [f"the model has no {name}" for name in named if name not in own]
         alike = {}
         for name in own:
-            here = TorchTensor(own[name], at(self._subject, (name,))).spec
-            if overlaps(own[name]):
+            here = held(own[name], at(self._subject, (name,))).spec
+            if local(own[name]).is_meta:
+                lines.append(f"{name} is on the meta device: first call Module.to_empty()")
+            elif overlaps(own[name]):
                 lines.append(f"{name} is a result of expand() and cannot be written: clone it")
             elif name in named and named[name] == here:
                 alike[name] = own[name]
@@ -190,13 +209,13 @@ class ModelItem:
         """
         tied = tree.get(TIED, {})
         live = {
-            t.untyped_storage().data_ptr()
+            local(t).untyped_storage().data_ptr()
             for t in itertools.chain(self._model.parameters(), self._model.buffers())
         }
         return [
             name
             for name in own
-            if own[name].untyped_storage().data_ptr() not in live
+            if local(own[name]).untyped_storage().data_ptr() not in live
             or (name in tied and not _share_memory(own[name], own.get(tied[name])))
         ]
 
@@ -217,7 +236,9 @@ class ModelItem:
                     prepared[name] = on_host(spec)
                 continue
             if name in own and name not in to_load:
-                prepared[name] = TorchTensor(own[name])
+                prepared[name] = held(own[name])
+            elif name in loaded and name in own and is_dtensor(own[name]):
+                prepared[name] = held(empty_like(own[name], spec.dtype, own[name].device))
             elif name in loaded:
                 prepared[name] = TorchTensor(empty(spec, own[name].device if name in own else CPU))
             else:
@@ -235,7 +256,7 @@ class ModelItem:
         extra = {
             name: without_tensors(value)
             for name, value in tree.items()
-            if not isinstance(value, TorchTensor | Discarded) and name != TIED
+            if not isinstance(value, Held | Discarded) and name != TIED
         }
         names = self._plan.names
         state = {names.get(n, n): value for n, value in {**loaded, **extra}.items()}
@@ -254,4 +275,4 @@ def _text(spec: TensorSpec) -> str:
 
 
 def _share_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and tensor.data_ptr() == other.data_ptr()
+    return other is not None and identity(tensor) == identity(other)

@@ -8,8 +8,9 @@ import torch
 from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.errors import UsageError
+from hvdkit.torch.dtensors import is_dtensor, replicated
 from hvdkit.torch.items.model import ModelItem
-from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, memory
+from hvdkit.torch.items.tensors import CPU, Held, TorchTensor, empty, empty_like, held, memory
 from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
 from hvdkit.torch.reduction.memory_order import memory_order
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -39,6 +40,11 @@ class OptimizerItem:
         self._models = dict(models or {})
         # Indices of the parameters whose state a partial restore leaves as it is.
         self._left: set[int] = set()
+
+    @property
+    def divided(self) -> bool:
+        """Whether parameters are DTensors, and so is their state."""
+        return any(map(is_dtensor, self._parameters()))
 
     def save(self) -> Tree:
         """Return the `state_dict`, the class, and the shapes and names of the parameters.
@@ -173,7 +179,7 @@ class OptimizerItem:
         orders = {tuple(path): tuple(order) for path, order in tree.get("orders", [])}
         # Nor do they tell which tensors are one tensor.
         tied = {tuple(path): tuple(first) for path, first in tree.get("tied", [])}
-        destinations: dict[tuple[Any, ...], TorchTensor] = {}
+        destinations: dict[tuple[Any, ...], Held] = {}
         # The memory of tensors that were separate stays separate.
         taken = set()
 
@@ -185,19 +191,26 @@ class OptimizerItem:
             taken.add(memory(destination.tensor))
             return destination
 
-        def destination_of(leaf: TensorSpec, path: tuple[Any, ...]) -> TorchTensor:
-            held = own_leaves.get(path)
-            device = device_of(path, held)
+        def destination_of(leaf: TensorSpec, path: tuple[Any, ...]) -> Held:
+            current = own_leaves.get(path)
+            device = device_of(path, current)
             order = orders.get(path) or _usual_order(leaf.shape, path, parameters)
             if (
-                isinstance(held, torch.Tensor)
-                and held.device == device
-                and memory(held) not in taken
+                isinstance(current, torch.Tensor)
+                and current.device == device
+                and memory(current) not in taken
             ):
-                kept = TorchTensor(held, at(f"{self._subject}['state']", path))
-                if kept.spec == leaf and memory_order(held) == order:
+                kept = held(current, at(f"{self._subject}['state']", path))
+                if kept.spec == leaf and memory_order(current) == order:
                     return kept
-            return TorchTensor(empty(leaf, device, order))
+            parameter = parameters[path[0]] if isinstance(path[0], int) else None
+            if not is_dtensor(parameter) or path[-1] == "step":
+                return TorchTensor(empty(leaf, device, order))
+            if parameter is not None and leaf.shape == tuple(parameter.shape):
+                return held(empty_like(parameter, leaf.dtype, device))
+            new = empty(leaf, device, order)
+            # Factors of a matrix, for example. A counter is a plain tensor.
+            return held(replicated(new, parameter) if leaf.shape else new)
 
         def convert_group(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):

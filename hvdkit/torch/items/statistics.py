@@ -10,6 +10,7 @@ from horovod.torch import SyncBatchNorm
 from hvdkit.checkpoint.items import LARGEST_STATISTICS, smallest
 from hvdkit.checkpoint.state import Tree
 from hvdkit.torch.digests import digests
+from hvdkit.torch.dtensors import local
 from hvdkit.torch.items import compiled
 from hvdkit.torch.items.tensors import TorchTensor, memory
 from hvdkit.torch.keras_variables import is_own
@@ -65,7 +66,7 @@ class Statistics:
                 *(sum(sizes.values()) / 1e6, LARGEST_STATISTICS / 1e6),
                 *(min(left), ", ..." if len(left) > 1 else ""),
             )
-        return {name: TorchTensor(own[name]).content() for name in own if name in chosen}
+        return {name: TorchTensor(local(own[name])).content() for name in own if name in chosen}
 
     def restore(self, tree: Tree) -> None:
         """Restore the buffers."""
@@ -76,7 +77,7 @@ class Statistics:
             # Earlier versions saved the path.
             content = saved.get(name, saved.get(path))
             if content is not None:
-                TorchTensor(buffer).write(np.frombuffer(bytearray(content), np.uint8))
+                TorchTensor(local(buffer)).write(np.frombuffer(bytearray(content), np.uint8))
 
     def _buffers(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
         """Yield name, path, buffer, and whether it is a statistic that each rank has for itself.

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from hvdkit.checkpoint import dtypes
+from hvdkit.checkpoint.sharding import Divided
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
 from hvdkit.torch.digests import bytes_of
-from hvdkit.torch.dtensors import is_dtensor
+from hvdkit.torch.dtensors import first_indices, is_dtensor, local, with_local
 
 #: dtype of torch -> its name in safetensors. Older versions of torch do not have all of them.
 _DTYPES = {
@@ -43,9 +44,8 @@ class TorchTensor:
         kind = type(tensor)
         if is_dtensor(tensor):
             raise UsageError(
-                f"{subject} is a DTensor, of which this rank has a part, and a hvd.Checkpointer "
-                f"saves what all ranks have: expected a plain tensor. Save this model with "
-                f"torch.distributed.checkpoint"
+                f"{subject} is a DTensor, of which this rank has a part: expected a plain tensor. "
+                f"A hvd.Checkpointer saves DTensors of its model= and optimizer="
             )
         if _has_own_operations(kind):
             raise UsageError(
@@ -120,15 +120,45 @@ class TorchTensor:
                 self._staged = None
 
 
-def writable(tensor: torch.Tensor, subject: str) -> TorchTensor:
-    """Return a `TorchTensor` that a restore can write to.
+class DTensorPart(Divided):
+    """A `Divided` for a DTensor.
+
+    Args:
+        tensor: the DTensor.
+        subject: its name in errors.
 
     Raises:
-        UsageError: see `TorchTensor`; or the tensor is on the meta device, or several of its
+        UsageError: see `TorchTensor` and `first_indices`.
+    """
+
+    def __init__(self, tensor: torch.Tensor, subject: str) -> None:
+        self.tensor = tensor.detach()
+        part = TorchTensor(local(tensor), subject)
+        super().__init__(part, tensor.shape, first_indices(tensor, subject), has_copies=True)
+
+
+#: What a tree of a torch model or optimizer has in place of a tensor.
+Held = TorchTensor | DTensorPart
+
+
+def held(tensor: torch.Tensor, subject: str = "a tensor") -> Held:
+    """Return a `Tensor` for a plain tensor or a DTensor.
+
+    Raises:
+        UsageError: see `TorchTensor` and `DTensorPart`.
+    """
+    return DTensorPart(tensor, subject) if is_dtensor(tensor) else TorchTensor(tensor, subject)
+
+
+def writable(tensor: torch.Tensor, subject: str) -> Held:
+    """Return a `Tensor` that a restore can write to.
+
+    Raises:
+        UsageError: see `held`; or the tensor is on the meta device, or several of its
             elements share one place in memory.
     """
-    wrapped = TorchTensor(tensor, subject)
-    if tensor.is_meta:
+    wrapped = held(tensor, subject)
+    if local(tensor).is_meta:
         raise UsageError(
             f"{subject} is on the meta device and has no content: first create it on a "
             f"device, for example with Module.to_empty()"
@@ -149,19 +179,30 @@ def empty(
     return torch.empty_permuted(spec.shape, [*order], dtype=_BY_CODE[spec.dtype], device=device)
 
 
+def empty_like(tensor: torch.Tensor, dtype: str, device: torch.device) -> torch.Tensor:
+    """Return new memory for a tensor that is divided as the DTensor `tensor`."""
+    part = torch.empty_like(local(tensor), dtype=_BY_CODE[dtype], device=device)
+    return with_local(part, tensor)
+
+
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a value that is equal for tensors of the same memory."""
-    return tensor.data_ptr(), tensor.device
+    if not is_dtensor(tensor):
+        return tensor.data_ptr(), tensor.device
+    # Some ranks may have an empty part, without an address.
+    part = local(tensor)
+    return part.untyped_storage()._cdata, part.storage_offset()
 
 
 def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a value that is equal for tensors of the same memory and shape."""
-    return *identity(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return *identity(tensor), tensor.dtype, tuple(tensor.shape), local(tensor).stride()
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
     """Return whether several elements of a tensor share one place in memory."""
-    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    part = local(tensor)
+    lengths = zip(part.shape, part.stride(), strict=True)
     return any(length > 1 and stride == 0 for length, stride in lengths)
 
 

@@ -9,11 +9,11 @@ import torch
 from hvdkit.checkpoint.state import SmallTensor, TensorSpec, Tree
 from hvdkit.checkpoint.tree import MAX_ARRAY_BYTES
 from hvdkit.errors import UsageError
-from hvdkit.torch.items.tensors import CPU, TorchTensor, empty
+from hvdkit.torch.items.tensors import CPU, Held, TorchTensor, empty, held
 
 
 def with_tensors(value: Any, subject: str) -> Tree:
-    """Return `value` with a `TorchTensor` in place of each tensor in it.
+    """Return `value` with a `Held` in place of each tensor in it.
 
     Args:
         value: dicts, lists and tuples that contain tensors.
@@ -22,19 +22,19 @@ def with_tensors(value: Any, subject: str) -> Tree:
     return mapped(
         value,
         lambda leaf, path: (
-            TorchTensor(leaf, at(subject, path)) if isinstance(leaf, torch.Tensor) else leaf
+            held(leaf, at(subject, path)) if isinstance(leaf, torch.Tensor) else leaf
         ),
     )
 
 
 def without_tensors(value: Tree) -> Any:
-    """Return a tree with the tensor in place of each `TorchTensor`."""
-    return mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, TorchTensor) else leaf)
+    """Return a tree with the tensor in place of each `Held`."""
+    return mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, Held) else leaf)
 
 
 def with_specs(value: Tree) -> Tree:
-    """Return a tree with the `TensorSpec` in place of each `TorchTensor`."""
-    return mapped(value, lambda leaf, _: leaf.spec if isinstance(leaf, TorchTensor) else leaf)
+    """Return a tree with the `TensorSpec` in place of each `Held`."""
+    return mapped(value, lambda leaf, _: leaf.spec if isinstance(leaf, Held) else leaf)
 
 
 def with_small_tensors(value: Any, subject: str) -> Tree:
@@ -105,7 +105,7 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value, or in a tree with a `TorchTensor` for each, in order."""
+    """Return the tensors in a value, or in a tree with a `Held` for each, in order."""
     return [leaf for _, leaf in leaves(without_tensors(value)) if isinstance(leaf, torch.Tensor)]
 
 

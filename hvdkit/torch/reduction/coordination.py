@@ -38,6 +38,7 @@ from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
 
 # Larger than `Rounds.plans_made` can be. It turns a minimum into a maximum.
 _MAX_SYNCHRONIZERS = 1 << 30
+_HEADER = "hvdkit.rounds.header"
 
 
 class Coordinator:
@@ -111,7 +112,7 @@ class Coordinator:
             planned = [rounds for rounds in used if rounds.planned and rounds not in outdated]
             for rounds in planned:
                 rounds.pack()
-            header = self._collectives.start_sum(values, "hvdkit.rounds.header")
+            header = self._collectives.start_sum(values, _HEADER)
             for rounds in planned:
                 rounds.send()
             return Entry(passed, failed, late, outdated, header)
@@ -133,6 +134,22 @@ class Coordinator:
                 self._complete_rounds(entry, result)
             finally:
                 result.rejoin()
+
+    def meet(self, call: str) -> None:
+        """Check that all ranks make the same call, and none is in a round. A collective.
+
+        Args:
+            call: the call, for the error.
+
+        Raises:
+            PassesDiffer: on every rank, when a rank is in a backward pass or at a step.
+        """
+        digest, length = digest24(call.encode()), len(self._newest_first())
+        values = [1, 0, digest, digest * digest, length, length * length]
+        entry = Entry(header=self._collectives.start_sum(values, _HEADER), elsewhere=call)
+        result = self._wait(entry)
+        if result.slots:
+            raise self._make_error(entry, result)
 
     def reduce_at_step(self, rounds: Rounds) -> None:
         """Reduce all gradients of an optimizer before its step.

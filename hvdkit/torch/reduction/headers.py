@@ -110,13 +110,15 @@ class Entry:
         late: the optimizer at whose step the rank is; None in a backward pass.
         outdated: those of `passed` whose parameters have another dtype or device than the buckets.
         header: waits for the header and returns its sums.
+        elsewhere: the call that the rank makes instead of a round; "" in a round.
     """
 
-    passed: Sequence[Rounds]
+    passed: Sequence[Rounds] = ()
     failed: Sequence[Rounds] = ()
     late: Rounds | None = None
     outdated: Sequence[Rounds] = ()
     header: Callable[[], list[int]] = list
+    elsewhere: str = ""
 
     @property
     def rounds(self) -> list[Rounds]:
@@ -133,6 +135,8 @@ class Entry:
             oldest_first: the rounds of all optimizers of this rank.
             numbered: whether to begin with the number of the optimizer.
         """
+        if self.elsewhere:
+            return f"in {self.elsewhere}"
         if rounds is None:
             return "an optimizer that this rank does not have"
         if rounds in self.passed:

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.reduction.step_errors import PassesDiffer
+
 SIZE, HEADS = 8, 4
 
 
@@ -174,3 +177,28 @@ def test_training_is_that_of_one_process(hvd, kind, wire, passes, clip):
                 assert float(norm) == pytest.approx(float(expected), rel=TOLERANCES[wire])
             plain.step()
         assert_whole_close(model, reference, TOLERANCES[wire])
+
+
+def train(hvd, model, passes):
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    if passes:
+        model(batch(0, 0)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("at", ["pass", "step"])
+def test_plain_parameters_on_some_ranks_are_an_error_on_all(hvd, at):
+    with device_mesh(hvd) as mesh:
+        model = block()
+        if hvd.rank() // 2:
+            parallelize(model, mesh, "tensor")
+        with pytest.raises(PassesDiffer, match="in hvd.DistributedOptimizer, whose parameters are"):
+            train(hvd, model, passes=at == "pass")
+
+
+def test_ranks_with_other_placements_are_an_error_on_all(hvd):
+    with device_mesh(hvd) as mesh:
+        model = block()
+        parallelize(model, mesh, "sequence" if hvd.rank() // 2 else "tensor")
+        with pytest.raises(RankMismatchError, match="Replicate"):
+            hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())

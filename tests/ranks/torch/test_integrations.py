@@ -15,6 +15,7 @@ PACKAGES = {
     "fabric": ["lightning"],
     "accelerate": ["accelerate"],
     "transformers": ["accelerate", "transformers"],
+    "fsdp": ["lightning"],
     "torchmetrics": ["torchmetrics"],
     "webdataset": ["webdataset"],
     "litdata": ["litdata"],
@@ -99,3 +100,87 @@ def test_a_rank_that_fails_in_a_trainer_ends_the_job(tmp_path):
     assert (tmp_path / "failed.ckpt").exists(), result.stderr
     assert "rank 1 on localhost failed" in result.stderr
     assert "ValueError: no such word" in result.stderr
+
+
+_DDP = """
+import torch
+import torch.distributed as dist
+import hvdkit.torch.distributed
+
+def batches():
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(4, generator=generator), torch.ones(1)) for _ in range(32)]
+
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 1)
+"""
+_ENDS = {
+    "lightning": """
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def training_step(self, batch, index):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar"], False)
+strategy = DDPStrategy(process_group_backend="hvd")
+trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, **quiet)
+trainer.fit(Module(), torch.utils.data.DataLoader(batches(), 4))
+""",
+    "accelerate": """
+from accelerate import Accelerator
+
+dist.init_process_group("hvd")
+accelerator = Accelerator(cpu=True)
+loader = torch.utils.data.DataLoader(batches(), 4)
+net, optimizer, loader = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+)
+for x, y in loader:
+    accelerator.backward((net(x) - y).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "transformers": """
+import tempfile
+from transformers import Trainer, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def forward(self, x, labels):
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+dist.init_process_group("hvd")
+args = TrainingArguments(
+    tempfile.mkdtemp(), use_cpu=True, max_steps=4, save_strategy="no", report_to="none"
+)
+Trainer(Net(), args, train_dataset=[{"x": x, "labels": y} for x, y in batches()]).train()
+""",
+}
+_PRINT = """
+print("rank", dist.get_rank(), dist.get_backend(), model.weight.detach().numpy().tobytes().hex())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _ENDS)
+def test_ddp_of_a_library_over_the_backend(tmp_path, name):
+    if find_spec(name) is None:
+        pytest.skip(f"no {name} here")
+    weights = []
+    for backend in ("hvd", "gloo"):
+        script = (_DDP + _ENDS[name] + _PRINT).replace('"hvd"', f'"{backend}"')
+        result = run(tmp_path, script)
+        assert result.returncode == 0, result.stdout + result.stderr
+        lines = [line.split()[1:] for line in result.stdout.splitlines() if "] rank" in line]
+        assert sorted(line[1:3] for line in lines) == [["0", backend], ["1", backend]]
+        weights += [line[3] for line in lines]
+    assert len(set(weights)) == 1

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from hvdkit.errors import HvdkitError
 from hvdkit.ranks import RanksFailed
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 
@@ -51,6 +52,33 @@ def test_adding_a_process_set_is_refused_on_all_ranks(hvd, first, others, error)
     with pytest.raises(ValueError, match=f"{error}.*This rank has passed {re.escape(str(own))}"):
         hvd.add_process_set(own)
     check_the_job(hvd)
+
+
+def test_a_grid_has_the_sets_of_its_rows_and_columns(hvd):
+    from hvdkit.torch.process_sets import find_or_add
+
+    need_four(hvd)
+    grid = hvd.grid(data=2, model=2)
+    row, column = divmod(hvd.rank(), 2)
+    assert {name: each.ranks for name, each in grid.items()} == {
+        "data": [column, column + 2],
+        "model": [2 * row, 2 * row + 1],
+    }
+    for each in grid.values():
+        works(hvd, each)
+    assert hvd.grid(data=2, model=2) == grid
+    assert hvd.grid(data=1, model=4)["model"] is hvd.global_process_set
+    for each in find_or_add([[0, 2], [1, 3], [0, 1], [2, 3], [0], [1], [2], [3]]):
+        hvd.remove_process_set(each)
+
+
+@pytest.mark.parametrize("wrong", [{"data": 2, "model": 3}, {"data": -4}, {"data": 4.0}, {}])
+def test_a_grid_that_is_wrong_on_one_rank_is_an_error_on_all(hvd, wrong):
+    need_four(hvd)
+    with pytest.raises(HvdkitError, match="expected a length for each dimension"):
+        hvd.grid(**(wrong if hvd.rank() == 1 else {"data": 2, "model": 2}))
+    with pytest.raises(HvdkitError, match="ranks disagree about the grid"):
+        hvd.grid(**({"data": 4} if hvd.rank() == 1 else {"data": 2, "model": 2}))
 
 
 def test_removing_different_process_sets_is_refused_on_all_ranks(hvd):

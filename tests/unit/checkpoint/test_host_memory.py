@@ -383,7 +383,7 @@ def test_errors(world, tmp_path):
         world.of_ranks.folders = []
         Manager(Store(str(tmp_path / "d")), collectives, {"t": shards}, every_steps_in_memory=1)
 
-    with pytest.raises(UsageError, match="and sharded= was given"):
+    with pytest.raises(UsageError, match="tensors are divided among the ranks"):
         on_ranks(make, 1)
 
     def fails(manager, part, own, rank):

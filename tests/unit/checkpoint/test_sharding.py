@@ -1,5 +1,6 @@
 """Tensors whose rows are divided between simulated ranks."""
 
+import math
 import time
 import weakref
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.checkpoint import chunks, sharding
 from hvdkit.checkpoint.arrays import ArrayTensor
 from hvdkit.checkpoint.errors import CheckpointError
@@ -93,6 +95,91 @@ def test_rows_are_restored_with_any_division(tmp_path_factory, saved, restored, 
         np.testing.assert_array_equal(np.concatenate([own[name] for own in found]), array)
 
 
+class Boxes:
+    """An item: a rank's box of an array. Ranks with the same place in `grid` have copies."""
+
+    divided = True
+
+    def __init__(self, rank, whole, grid):
+        coordinate = np.unravel_index(rank % math.prod(grid), grid)
+        self.first, places = [], []
+        for length, parts, at in zip(whole.shape, grid, coordinate, strict=True):
+            size = -(-length // parts)
+            begin = min(size * int(at), length)
+            self.first.append(begin)
+            places.append(slice(begin, min(begin + size, length)))
+        self.shape, self.own = whole.shape, whole[(*places,)].copy()
+        self.expected = self.own.copy()
+
+    def save(self):
+        return {"a": sharding.Divided(ArrayTensor(self.own), self.shape, self.first, True)}
+
+    def plan_restore(self, tree):
+        return self.save()
+
+    def restore(self, tree):
+        pass
+
+
+grids = st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 1, 2), (2, 2, 1), (1, 1, 4)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 7)] * 3),
+    saved=grids,
+    restored=grids,
+    chunk=st.sampled_from([1, 5, 64]),
+    dtype=st.sampled_from([np.uint8, np.float32, np.complex128]),
+    wait=st.booleans(),
+)
+def test_boxes_are_restored_with_any_division(
+    tmp_path_factory, shape, saved, restored, chunk, dtype, wait
+):
+    folder = tmp_path_factory.mktemp("boxes")
+    array = whole(1, dtype, shape)
+
+    def save(collectives):
+        with manager(collectives, folder, Boxes(collectives.rank, array, saved)) as saving:
+            saving.save(1, wait=wait)
+
+    def restore(collectives):
+        item = Boxes(collectives.rank, array, restored)
+        item.own[...] = 0
+        with manager(collectives, folder, item) as restoring:
+            restoring.restore()
+        np.testing.assert_array_equal(item.own, item.expected)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_BYTES", chunk * array.itemsize)
+        patch.setattr(sharding, "_ROUND_BYTES", 50)
+        on_ranks(4 if math.prod(saved) in (1, 2, 4) else 3, save)
+        on_ranks(4 if math.prod(restored) in (1, 2, 4) else 3, restore)
+
+
+def test_copies_that_differ_are_an_error_on_all_ranks(tmp_path):
+    def save(collectives):
+        item = Boxes(collectives.rank, whole(1), (2, 1))
+        item.own[1, 1] += collectives.rank == 3
+        with manager(collectives, tmp_path, item) as saving:
+            saving.save(1)
+
+    for result in on_every_rank(4, save):
+        assert isinstance(result, RankMismatchError)
+        assert "sharded['a']: ranks 1, 3 have the same part of the tensor" in str(result)
+
+
+def test_boxes_that_do_not_make_up_a_tensor(tmp_path):
+    def save(collectives):
+        item = Boxes(collectives.rank, whole(1, shape=(4, 4)), [(2, 1), (1, 2)][collectives.rank])
+        with manager(collectives, tmp_path, item) as saving:
+            saving.save(1)
+
+    for result in on_every_rank(2, save):
+        assert isinstance(result, UsageError)
+        assert r"do not make up its shape [4, 4]" in str(result)
+
+
 def test_the_file_has_the_whole_tensors(tmp_path):
     import safetensors.numpy
 
@@ -117,7 +204,10 @@ def test_the_file_has_the_whole_tensors(tmp_path):
             lambda rank: {"a": (4 * rank, 4, 9)},
             r"has 8 rows on all ranks together: expected 9 \(step 1 was not saved\)",
         ),
-        (lambda rank: {"ab"[rank]: (4 * rank, 4, 8)}, "rank 1 has the sharded tensors b, and rank"),
+        (
+            lambda rank: {"ab"[rank]: (4 * rank, 4, 8)},
+            r"rank 1 has parts of sharded\['b'\] that rank 0 does not have, and lacks sharded",
+        ),
         (lambda rank: {"a": (4 * rank, 4, 8 + rank)}, r"F32\[9, 3\] on rank 1, and F32\[8, 3\]"),
         (
             lambda rank: {"a": (6, 4, 8)},

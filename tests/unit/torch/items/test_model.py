@@ -112,3 +112,13 @@ def test_the_state_of_another_scheduler(hvd):
     assert (prepared["step_size"], lines) == (3, [])
     with pytest.raises(UsageError, match="it was saved with .*step_size"):
         part(schedulers.CosineAnnealingLR, T_max=7).plan_partial_restore(saved)
+
+
+def test_a_model_without_content_is_not_restored(hvd):
+    import torch
+
+    with torch.device("meta"):
+        restored = torch.nn.Linear(4, 3)
+    assert take_over(torch.nn.Linear(4, 3), restored) == [
+        f"{name} is on the meta device: first call Module.to_empty()" for name in ("weight", "bias")
+    ]
