@@ -220,8 +220,8 @@ def test_faults_of_one_rank_of_fsdp_are_errors_on_all(hvd, ranks, fault, kind, w
 def test_a_plain_model_on_one_rank_is_an_error_on_all(hvd):
     with device_mesh(hvd) as mesh, folder_of(hvd) as folder:
         model = block()
-        if hvd.rank() != 1:
-            test_dtensors.parallelize(model, mesh, "tensor")
+        test_dtensors.parallelize(model, mesh, "tensor")
+        model = block() if hvd.rank() == 1 else model
         with (
             hvd.Checkpointer(folder, model=model) as saving,
             pytest.raises(HvdkitError, match="expected the same tensors on all ranks"),
