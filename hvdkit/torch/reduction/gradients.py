@@ -82,11 +82,11 @@ class Gradients(Parameters):
         self._owner().after_conversion()
 
     def _find_converted_gradient(self, record: Record) -> None:
-        """Find out whether the gradient of a converted parameter is reduced.
+        """Find out whether the gradient of a parameter without hooks is reduced.
 
         A conversion removes hooks and marks, so a pass may have added to a reduced gradient. Then
         the mean over the ranks is still right, but their sum would count the reduced part once for
-        each rank.
+        each rank, and the last stages would change it again.
         """
         gradient = record.parameter.grad
         if gradient is None or record.local:
@@ -102,7 +102,7 @@ class Gradients(Parameters):
     def _mean_of_reduced(self) -> bool:
         """Whether a second reduction of a reduced gradient does not change it."""
         mean = self.reduction.average or self.collectives.single_rank
-        return bool(mean and self.window.divisor == 1)
+        return bool(mean and self.window.divisor == 1 and not self.stages)
 
     def note_late(self, record: Record) -> bool:
         """Note that a pass has added to a gradient before its begin was noticed.
@@ -116,8 +116,8 @@ class Gradients(Parameters):
         if not is_left(gradient):
             return True
         record.local = True
-        if self.stages or not self._mean_of_reduced:
-            self.mixed.append(f"{record.name}: FSDP2 has added to a reduced gradient")
+        if not self._mean_of_reduced:
+            self.mixed.append(f"{record.name}: added to, without a hook before")
         return False
 
     # --- in a backward pass ---------------------------------------------------------------------

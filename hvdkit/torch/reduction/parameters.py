@@ -1,6 +1,7 @@
 """The records of an optimizer's parameters, and the plans of their buckets."""
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, replace
@@ -18,6 +19,9 @@ from hvdkit.torch.reduction.backend import TorchBackend
 from hvdkit.torch.reduction.parts import Part, groups_of
 from hvdkit.torch.reduction.records import Record
 from hvdkit.torch.reduction.settings import Settings
+
+# Returns the hooks of a parameter.
+_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
 
 
 @dataclass(eq=False)
@@ -93,7 +97,8 @@ class Parameters:
         parameters = self._owner().parameters()
         # Compare in C, because this runs several times in each step.
         seen = [*map(id, parameters), *map(holders.address, parameters)]
-        if seen == self._seen or self._owner().wrapped_again:
+        unchanged = seen == self._seen and all(map(_hooks, parameters))
+        if unchanged or self._owner().wrapped_again:
             return
         known, self.records = self.records, {}
         for p in parameters:

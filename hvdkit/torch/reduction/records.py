@@ -110,8 +110,9 @@ class Record:
 
     @property
     def hooks_lost(self) -> bool:
-        """Whether there are no hooks, or PyTorch has lost them in `torch.utils.swap_tensors`."""
-        return self.content != self.parameter._cdata
+        """Whether `torch.utils.swap_tensors` or the script has removed the hooks, or none exist."""
+        cleared = self.handles and not self.parameter._backward_hooks
+        return bool(cleared or self.content != self.parameter._cdata)
 
     def register_hooks(self) -> None:
         """Register the hooks, and remove those of an earlier record of the parameter."""

@@ -35,7 +35,9 @@ def error_of(result: HeaderResult, details: str) -> HvdkitError:
             f"without its reduced part. {details}. After a pass under hvd.no_sync, call "
             f"optimizer.synchronize() on every rank before gradients are changed. A hook may "
             f"change the gradient of its own parameter in place, but not remove it, and must be "
-            f"registered after hvd.DistributedOptimizer. Call optimizer.zero_grad() to continue."
+            f"registered after hvd.DistributedOptimizer. If hvdkit's hooks were removed, for "
+            f"example by a conversion of the model, call optimizer.zero_grad() before the next "
+            f"pass. Call optimizer.zero_grad() to continue."
         )
     if result.same_position and not all(slot.same_content(count) for slot in slots):
         return GradientsChanged(

@@ -194,10 +194,11 @@ def test_a_window_cut_short_that_overflows(hvd):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("zeroes", ["model", "optimizer"])
+@pytest.mark.parametrize("zeroes", ["model", "optimizer", "model in place"])
 def test_after_a_skipped_step_of_torchs_scaler_a_new_window_begins(hvd, zeroes):
     twins = Twins(hvd, backward_passes_per_step=2)
     scaler = torch.amp.GradScaler(DEVICE.type, **SETTINGS)
+    in_place = {"set_to_none": False} if "in place" in zeroes else {}
     for step in range(4):
         for batch in (2 * step, 2 * step + 1):
             overflows = step == 1 and hvd.rank() == 0
@@ -205,7 +206,7 @@ def test_after_a_skipped_step_of_torchs_scaler_a_new_window_begins(hvd, zeroes):
             twins.backward_of_one_process(batch)
         scaler.step(twins.optimizer)
         scaler.update()
-        (twins.model if zeroes == "model" else twins.optimizer).zero_grad()
+        (twins.optimizer if zeroes == "optimizer" else twins.model).zero_grad(**in_place)
         if step != 1:
             twins.plain[0].step()
         twins.plain[0].zero_grad()

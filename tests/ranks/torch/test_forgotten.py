@@ -169,13 +169,20 @@ def run(hvd, folder, saved, lines):
             told = f"{type(error).__name__}: {error}"
     for checkpointer in opened:
         checkpointer.abandon()
-    logged = [
+    weights = None if told else [p.tolist() for p in space["model"].parameters()]
+    return hvd.allgather_object((weights, told, warnings_in(log)))
+
+
+def warnings_in(log):
+    """Return the warnings, but that of a rank that other work of the host has made slow.
+
+    The times of earlier tests of this process count, too.
+    """
+    return [
         record.getMessage()
         for record in log
         if record.levelno >= logging.WARNING and "is slow:" not in record.getMessage()
     ]
-    weights = None if told else [p.tolist() for p in space["model"].parameters()]
-    return hvd.allgather_object((weights, told, logged))
 
 
 @contextlib.contextmanager
@@ -256,7 +263,8 @@ def test_a_sampler_with_an_order_of_its_own_causes_no_warning(hvd):
                 loss_of(model, x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    assert not [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+    warned = warnings_in(log)
+    assert not warned, warned
 
 
 def test_gradients_that_overflow_in_the_first_passes_are_not_the_same_data(hvd):
@@ -270,4 +278,5 @@ def test_gradients_that_overflow_in_the_first_passes_are_not_the_same_data(hvd):
             if step >= 3:
                 optimizer.step()
             optimizer.zero_grad()
-    assert not [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+    warned = warnings_in(log)
+    assert not warned, warned

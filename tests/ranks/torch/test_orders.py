@@ -72,11 +72,13 @@ def test_a_copy_of_a_reduced_gradient_is_the_scripts_own(hvd):
     torch.testing.assert_close(w.grad, torch.full_like(w, mean(hvd, lambda rank: rank + 2.0)))
 
 
-def test_a_conversion_of_a_reduced_sum(hvd):
+@pytest.mark.parametrize("kind", ["sum", "clipped"])
+def test_a_conversion_of_a_reduced_gradient(hvd, kind):
     """PyTorch swaps the contents, and loses the hooks: nothing shows what is reduced."""
     (w,) = weights()
     model = nn.ParameterList([w])
-    optimizer = wrapped(hvd, [w], op=hvd.Sum)
+    options = {"op": hvd.Sum} if kind == "sum" else {"max_grad_norm": 100.0}
+    optimizer = wrapped(hvd, [w], **options)
     add(w, 1.0)
     optimizer.step()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -89,7 +91,28 @@ def test_a_conversion_of_a_reduced_sum(hvd):
         optimizer.step()
     optimizer.zero_grad()
     add(w, hvd.rank() + 1.0)
-    assert w.grad.tolist() == [hvd.size() * mean(hvd, lambda rank: rank + 1.0)] * 3
+    factor = hvd.size() if kind == "sum" else 1
+    assert w.grad.tolist() == [factor * mean(hvd, lambda rank: rank + 1.0)] * 3
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pass_after_the_script_has_cleared_hooks(hvd, number):
+    """Without its hooks, the last parameter's gradient is complete before the first hook."""
+    parameters = first, last = weights(2)
+    optimizer = wrapped(hvd, parameters)
+
+    def run(value):
+        ((first * 1.0 + last) * value).sum().backward()
+
+    run(1.0)
+    for p in parameters[-number:]:
+        p._backward_hooks.clear()
+        p._post_accumulate_grad_hooks.clear()
+    for passes in (1, 2):
+        run(hvd.rank() + 1.0)
+        optimizer.synchronize()
+        expected = 1.0 + passes * mean(hvd, lambda rank: rank + 1.0)
+        assert first.grad.tolist() == last.grad.tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize("sparse", [False, True])
