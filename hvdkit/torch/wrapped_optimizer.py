@@ -203,6 +203,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._check_closure(closure)
         if self.reducer.call_in_window():
             return None
+        loss = None
+        if closure is not None and self.shards is not None:
+            # It needs the whole parameters. Optimizers that step shares call it once, at first.
+            with torch.enable_grad():
+                loss, closure = closure(), None
         if closure is None:
             if self._should_synchronize:
                 self.reduce()
@@ -212,6 +217,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self.zero_grad(set_to_none=False)  # a later pass must not add to them
                 return None
             result = self._step(super().step, options)
+            result = loss if result is None else result
         else:
             reducing = self._reducing(closure) if self._should_synchronize else closure
             result = super().step(reducing, **options)
@@ -251,12 +257,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"step(closure) was called with accumulation_steps {window.size}, but the closure "
                 f"makes the passes itself. Accumulate in the closure, or call step() without a "
                 f"closure."
-            )
-        if closure is not None and self.shards is not None:
-            raise UsageError(
-                f"step(closure) was called on an optimizer with shard="
-                f"{self.reducer.settings.shard!r}, which steps shares of the parameters: expected "
-                f"step() without a closure"
             )
         if closure is not None and self.reducer.settings.on_nonfinite == SKIP:
             raise UsageError(

@@ -66,6 +66,27 @@ def test_the_bits_are_those_of_the_replicated_optimizer(hvd, make):
         assert_equal(hvd, sharded, train(hvd, MAKERS[make], **options))
 
 
+@pytest.mark.parametrize("make", ["adamw", "whole"])
+def test_closures(hvd, make):
+    results = []
+    for shard in ("optimizer", None):
+        model = model_of()
+        make_one = MAKERS.get(make, lambda p: torch.optim.Adafactor(p, lr=0.01))
+        optimizer = hvd.DistributedOptimizer(make_one(model.parameters()), shard=shard)
+
+        def closure(step, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch_of(hvd.rank(), step, torch.float32))
+            loss.backward()
+            hvd.clip_grad_norm_(optimizer, 0.1)
+            return loss
+
+        losses = [optimizer.step(lambda step=step: closure(step)).item() for step in range(3)]
+        results.append((model, optimizer, losses))
+    assert_equal(hvd, *(each[:2] for each in results))
+    assert results[0][2] == results[1][2]
+
+
 def test_state_moves_between_sharded_and_replicated_optimizers(hvd):
     whole = train(hvd, MAKERS["adamw"], range(6))
     for first, then in (("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")):
@@ -230,8 +251,6 @@ def test_what_cannot_be_divided_is_an_error(hvd):
     with pytest.raises(UsageError, match="contiguous in memory"):
         hvd.DistributedOptimizer(torch.optim.SGD([spread], lr=0.1), shard="optimizer")
     optimizer = hvd.DistributedOptimizer(plain, shard="optimizer")
-    with pytest.raises(UsageError, match="without a closure"):
-        optimizer.step(lambda: torch.zeros(()))
     with pytest.raises(UsageError, match="as many batches on all ranks"):
         hvd.join()
 
