@@ -250,7 +250,7 @@ def test_what_cannot_be_divided_is_an_error(hvd):
     spread = nn.Parameter(torch.zeros(8, 8)[:, ::2])
     with pytest.raises(UsageError, match="contiguous in memory"):
         hvd.DistributedOptimizer(torch.optim.SGD([spread], lr=0.1), shard="optimizer")
-    optimizer = hvd.DistributedOptimizer(plain, shard="optimizer")
+    _kept = hvd.DistributedOptimizer(plain, shard="optimizer")
     with pytest.raises(UsageError, match="as many batches on all ranks"):
         hvd.join()
 
