@@ -22,39 +22,39 @@ from torch.nn import functional
 
 import hvdkit.torch as hvd
 
-WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 2, 64
+HEADS, CONTEXT = 4, 64
 
 
 class Block(nn.Module):
     """Causal self-attention and a feed-forward network, each after a normalization."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.project = nn.Linear(WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
         self.feed_forward = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        samples, length, _ = x.shape
+        samples, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(samples, length, 3, HEADS, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).reshape(samples, length, WIDTH))
+        x = x + self.project(attended.transpose(1, 2).reshape(samples, length, width))
         return x + self.feed_forward(self.norm2(x))
 
 
 class GPT(nn.Module):
     """A transformer that predicts each byte from the bytes before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
         self.apply(self._initialize)
 
     @staticmethod
@@ -107,6 +107,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=2, help="passes per step (default 2)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 3e-3)")
     parser.add_argument("--float32", action="store_true", help="compute in float32, not bfloat16")
+    parser.add_argument("--width", type=int, default=128, help="of the model (default 128)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
+    parser.add_argument("--shard", action="store_true", help="divide the optimizer among the ranks")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", default="runs/torch_gpt")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
@@ -121,10 +124,13 @@ def main() -> None:
     steps_per_epoch = len(train) // (args.batch_size * args.passes)
     train = train[: steps_per_epoch * args.batch_size * args.passes]  # whole steps only
 
-    model = GPT()
+    model = GPT(args.width, args.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), accumulation_steps=args.passes
+        optimizer,
+        model.named_parameters(),
+        accumulation_steps=args.passes,
+        shard="optimizer" if args.shard else None,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     schedule = hvd.WarmupCosine(args.lr, args.epochs * steps_per_epoch, steps_per_epoch // 10)

@@ -112,6 +112,11 @@ class Collectives(ABC):
         return [self.rank] if self.single_rank else list(self.process_set.ranks)
 
     @property
+    def place(self) -> int:
+        """The place of this rank in `ranks`."""
+        return self.ranks.index(self.rank)
+
+    @property
     def generation(self) -> int:
         """A number that `init` and the return from `join` increase, on all ranks.
 

@@ -5,7 +5,8 @@ that divides it differently, or not at all, can restore it. A save gathers the p
 rank, which holds the whole tensors in memory until they are written. A restore broadcasts the
 tensors piece by piece, and each rank keeps only its own part.
 
-The part of a rank is a box: a range of indices in each dimension.
+The part of a rank is a box: a range of indices in each dimension, or of the elements in row-major
+order.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from hvdkit.errors import UsageError
 #: Bytes that all ranks together send in one gather.
 _ROUND_BYTES = 64_000_000
 
-#: One rank's parts, by "PART[NAME]": dtype and shape of the whole tensor, first index and length of
-#: the part in each dimension, and a digest of its content; None if other ranks have no copies.
+#: One rank's parts, by "PART[NAME]": dtype and shape of the whole tensor (see `Divided.indexed`),
+#: first index and length of the part in each dimension, and a digest of its content; None if other
+#: ranks have no copies.
 Layout = Mapping[str, Sequence[Any]]
 
 
@@ -225,7 +227,7 @@ class Gather:
                     own = self._own[subject] = tensor.content()
                     self.layout[subject] = [
                         tensor.spec.dtype,
-                        [*tensor.spec.shape],
+                        [*tensor.indexed],
                         [*tensor.first],
                         [*tensor.counts],
                         _digest(own) if tensor.has_copies else None,
@@ -378,21 +380,29 @@ class Divided:
         shape: the shape of the whole tensor.
         first: the first index of the part in each dimension.
         has_copies: whether other ranks may have the same part.
+        indexed: the shape in which the part is a box: `shape`, or its number of elements.
 
     Attributes:
         spec: of the whole tensor.
+        indexed: see above.
         first: see above.
         counts: the length of the part in each dimension.
         has_copies: see above.
     """
 
     def __init__(
-        self, own: Tensor, shape: Sequence[int], first: Sequence[int], has_copies: bool = False
+        self,
+        own: Tensor,
+        shape: Sequence[int],
+        first: Sequence[int],
+        has_copies: bool = False,
+        indexed: Sequence[int] | None = None,
     ) -> None:
         self._own = own
         self.counts = own.spec.shape
         self.first = tuple(first)
         self.spec = TensorSpec(own.spec.dtype, tuple(shape))
+        self.indexed = self.spec.shape if indexed is None else tuple(indexed)
         self.has_copies = has_copies
 
     def content(self) -> np.ndarray:
@@ -413,7 +423,7 @@ class Divided:
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Store the bytes of a piece that belong to this rank's part."""
         width = ELEMENT_BYTES[self.spec.dtype]
-        box = [*zip(self.spec.shape, self.first, self.counts, strict=True), (width, 0, width)]
+        box = [*zip(self.indexed, self.first, self.counts, strict=True), (width, 0, width)]
         found = [each for each in _inside(content, start, box) if each.size]
         if found:
             part = found[0] if len(found) == 1 else np.concatenate(found)

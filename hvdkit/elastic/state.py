@@ -239,10 +239,9 @@ class CommittedState:
                 model has DTensors.
         """
         collectives = self._collectives()
-        divided = [name for name, item in self._items().items() if is_divided(item)]
-        own = other_ranks(self._reduced_over(), collectives.ranks) or ", ".join(
-            f"the tensors of {name} are DTensors" for name in divided
-        )
+        own = other_ranks(self._reduced_over(), collectives.ranks)
+        if not own and any(map(is_divided, self._items().values())):
+            own = "tensors are divided"
         name = "hvdkit.elastic.ranks"
         if collectives.sum([int(bool(own))], name)[0]:
             text = own or "all over all ranks"
@@ -442,8 +441,8 @@ class CommittedState:
 def _several_models(kind: str, found: str) -> str:
     return (
         f"gradients are not reduced over all ranks, or tensors are divided among them ({found}), "
-        f"and a {kind} has one model for all ranks, that of rank 0: expected plain tensors, and "
-        f"the process set of all ranks in each optimizer. "
+        f"and a {kind} has one model for all ranks, that of rank 0: expected plain tensors, "
+        f"no shard=, and the process set of all ranks in each optimizer. "
         f"Start a job for each model; or use no elastic state, and save each model "
         f"with hvd.Checkpointer(folder, process_set=process_set) in a folder for each process set"
     )

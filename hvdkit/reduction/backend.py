@@ -72,6 +72,10 @@ class RoundMemory(BucketMemory[Buffer], Protocol[Buffer]):
         """Whether anything has changed a gradient since this round has packed it."""
         ...
 
+    def end(self) -> None:
+        """Note that the wire format has ended."""
+        ...
+
     def end_round(self, reduced: bool) -> None:
         """Give each gradient that needs memory of its own this memory, with its new value.
 
@@ -100,8 +104,20 @@ class Backend(Protocol[Buffer, Handle]):
         """Start `sum` of a float32 buffer; send it as blocks of 8-bit integers, see `Int8`."""
         ...
 
+    def scatter(self, buffer: Buffer, sections: int, name: str, factor: float) -> Handle:
+        """Start `sum` of a buffer with a section for each rank: only its own one is complete."""
+        ...
+
+    def section(self, buffer: Buffer, sections: int) -> Buffer:
+        """Return the section of this rank."""
+        ...
+
     def gather(self, rows: Any, name: str) -> Handle:
         """Start to gather every rank's `rows`."""
+        ...
+
+    def is_done(self, handle: Handle) -> bool:
+        """Return whether `wait` would return at once."""
         ...
 
     def wait(self, handle: Handle) -> Any:

@@ -23,6 +23,9 @@ MB = 1_000_000
 BUCKET_BYTES = 25 * MB
 FIRST_BUCKET_BYTES = 1 * MB
 
+# Elements of which a share is a multiple.
+_ALIGNED = 16
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -63,13 +66,17 @@ class Bucket:
     Attributes:
         index: the place in the plan; bucket 0 is expected to be ready first.
         parameters: the indices of the parameters in the plan's `specs`.
-        offsets: the offset of each parameter in the bucket, in elements.
+        offsets: the offset of each parameter in the bucket, in elements; in a divided bucket, in a
+            section.
         elements: the length of the bucket, in elements.
         dtype: the element type of all gradients.
         device: the device of all gradients.
         kind: the kind of all gradients, see `WireFormat.kind`.
         sparse_dims: 0 for a dense bucket. Otherwise the bucket has one sparse gradient, which is
             gathered instead of summed, and this is the number of its sparse dimensions.
+        sections: 1; or the number of ranks that each gradient is divided among. The bucket then has
+            as many sections of equal length, one for each rank. A section has `share` elements of
+            each gradient, the last of which may be padding.
     """
 
     index: int
@@ -80,6 +87,16 @@ class Bucket:
     device: str
     kind: str = ""
     sparse_dims: int = 0
+    sections: int = 1
+
+
+def share(elements: int, ranks: int) -> int:
+    """Return the number of elements of a tensor that each rank has, if ranks divide it.
+
+    Rank r has the elements from r x share on, as far as there are any. Shares begin at multiples of
+    64 bytes of float32, for the CPU's vector instructions.
+    """
+    return -(-elements // (ranks * _ALIGNED)) * _ALIGNED
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,9 @@ class BucketPlan:
     def digest(self) -> str:
         """The SHA-256 of the plan, hexadecimal; equal plans have equal digests."""
         buckets = [
-            f"bucket {b.index}: {b.parameters}, sparse {b.sparse_dims}" for b in self.buckets
+            f"bucket {b.index}: {b.parameters}, sparse {b.sparse_dims}"
+            + (f", {b.sections} sections" if b.sections > 1 else "")
+            for b in self.buckets
         ]
         return digest([*describe(self.specs), *buckets]).hex()
 
@@ -199,6 +218,7 @@ def plan(
     groups: Sequence[Sequence[int]] = (),
     sparse_dims: Mapping[int, int] | None = None,
     kind: Callable[[ParameterSpec], str] = lambda _: "",
+    sections: int = 1,
 ) -> BucketPlan:
     """Assign the gradients of `specs` to buckets.
 
@@ -216,6 +236,7 @@ def plan(
             dtypes, devices or kinds differ.
         sparse_dims: parameters with sparse gradients -> the number of sparse dimensions.
         kind: returns the kind of a parameter's gradient, see `WireFormat.kind`.
+        sections: see `Bucket.sections`; a bucket of a sparse gradient is not divided.
 
     Raises:
         UsageError: see `check`.
@@ -247,28 +268,35 @@ def plan(
     return BucketPlan(
         tuple(specs),
         tuple(
-            _bucket(index, specs, members, kinds[members[0]], sparse.get(members[0], 0))
+            _bucket(index, specs, members, kinds[members[0]], sparse.get(members[0], 0), sections)
             for index, members in enumerate(closed)
         ),
     )
 
 
 def _bucket(
-    index: int, specs: Sequence[ParameterSpec], members: Sequence[int], kind: str, sparse_dims: int
+    index: int,
+    specs: Sequence[ParameterSpec],
+    members: Sequence[int],
+    kind: str,
+    sparse_dims: int,
+    sections: int,
 ) -> Bucket:
+    sections = 1 if sparse_dims else sections
     offsets = []
     elements = 0
     for i in members:
         offsets.append(elements)
-        elements += specs[i].elements
+        elements += specs[i].elements if sections == 1 else share(specs[i].elements, sections)
     first = specs[members[0]]
     return Bucket(
         index,
         tuple(members),
         tuple(offsets),
-        elements,
+        elements * sections,
         first.dtype,
         first.device,
         kind,
         sparse_dims,
+        sections,
     )

@@ -40,6 +40,8 @@ class Reduction:
         groups: see `bucketing.plan`.
         sparse_as_dense: reduce sparse gradients in buckets.
         find_unused: leave a parameter without a gradient if no rank has used it.
+        sections: the number of ranks that each reduced gradient is divided among; 1 if each rank
+            gets all of it.
 
     Raises:
         UsageError: `bucket_bytes` is not a number >= 1.
@@ -53,6 +55,7 @@ class Reduction:
     groups: Sequence[Sequence[int]] = ()
     sparse_as_dense: bool = False
     find_unused: bool = False
+    sections: int = 1
 
     def __post_init__(self) -> None:
         bucketing.check_bucket_bytes(self.bucket_bytes)
@@ -201,6 +204,7 @@ def plan_buckets(
         else reduction.groups,
         sparse_dims={i: count for i, count in enumerate(dims) if count > 0},
         kind=reduction.format.kind,
+        sections=reduction.sections,
     )
     counters.wire_formats.add(reduction.format.name)
     codecs = [

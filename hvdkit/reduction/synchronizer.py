@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+import numpy as np
+
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction import bucketing
@@ -47,7 +49,7 @@ _COLLECTIVES = (Sum, BlockSum, Gather)
 
 
 @dataclass
-class _RunningReduction(Generic[Handle]):
+class _RunningReduction(Generic[Buffer, Handle]):
     """The bucket reduction of one round, from pack to unpack.
 
     Attributes:
@@ -56,17 +58,22 @@ class _RunningReduction(Generic[Handle]):
         request: the request that the generator waits for; None when the reduction is done.
         handle: the collective in flight.
         collectives: the number of collectives started.
+        memory: the bucket's gradients.
+        sections: see `Bucket.sections`. If there are several, a sum is complete in the section of
+            this rank only.
     """
 
     steps: BucketReduction
     name: str
+    memory: RoundMemory[Buffer]
+    sections: int
     request: Request | None = None
     handle: Handle | None = None
     collectives: int = 0
 
 
 @dataclass
-class _Round(Generic[Handle]):
+class _Round(Generic[Buffer, Handle]):
     """The state of the current round.
 
     Attributes:
@@ -82,8 +89,8 @@ class _Round(Generic[Handle]):
     missing: list[int]
     arrived: dict[int, None] = field(default_factory=dict)
     full: list[tuple[int, Bucket]] = field(default_factory=list)
-    packed: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
-    reductions: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
+    packed: dict[int, _RunningReduction[Buffer, Handle]] = field(default_factory=dict)
+    reductions: dict[int, _RunningReduction[Buffer, Handle]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -121,7 +128,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         # The generation, the reductions that wait for a deferred request, and a function that
         # returns the results of the request.
         self._deferred: (
-            tuple[int, list[_RunningReduction[Handle]], Callable[[], list[int]]] | None
+            tuple[int, list[_RunningReduction[Buffer, Handle]], Callable[[], list[int]]] | None
         ) = None
         self._begin_round()
 
@@ -293,7 +300,7 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _begin_round(self) -> None:
         buckets = self.plan.buckets if self.plan else ()
-        self._round: _Round[Handle] = _Round(
+        self._round: _Round[Buffer, Handle] = _Round(
             self.collectives.generation, [len(bucket.parameters) for bucket in buckets]
         )
 
@@ -333,8 +340,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         assert self._buckets is not None
         codec, memory = self._buckets.codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
-        reduction: _RunningReduction[Handle] = _RunningReduction(
-            steps, f"{self.name}.{bucket.index}"
+        reduction: _RunningReduction[Buffer, Handle] = _RunningReduction(
+            steps, f"{self.name}.{bucket.index}", memory, bucket.sections
         )
         self._resume(reduction, None)
         # Record the bucket after packing: if packing raises, the bucket is not packed.
@@ -345,20 +352,30 @@ class Synchronizer(Generic[Buffer, Handle]):
         reduction = self._round.packed.pop(bucket.index)
         self._start_request(reduction)
         self._round.reductions[bucket.index] = reduction
+        if bucket.sections > 1:
+            self._free_memory()
 
-    def _advance(self, reduction: _RunningReduction[Handle], result: Any) -> None:
+    def _free_memory(self) -> None:
+        """Unpack the buckets whose sums are complete, so that others can use their memory."""
+        for each in self._round.reductions.values():
+            if each.handle is not None and self.backend.is_done(each.handle):
+                handle, each.handle = each.handle, None
+                self._advance(each, self.backend.wait(handle))
+
+    def _advance(self, reduction: _RunningReduction[Buffer, Handle], result: Any) -> None:
         """Send a result to a bucket reduction; start the collective that it requests next."""
         self._resume(reduction, result)
         self._start_request(reduction)
 
-    def _resume(self, reduction: _RunningReduction[Handle], result: Any) -> None:
+    def _resume(self, reduction: _RunningReduction[Buffer, Handle], result: Any) -> None:
         """Send a result to a bucket reduction, which makes its next request."""
         try:
             reduction.request = reduction.steps.send(result)
         except StopIteration:
             reduction.request = None
+            reduction.memory.end()
 
-    def _start_request(self, reduction: _RunningReduction[Handle]) -> None:
+    def _start_request(self, reduction: _RunningReduction[Buffer, Handle]) -> None:
         """Start the collective that a bucket reduction requests."""
         if isinstance(reduction.request, _COLLECTIVES):
             name = reduction.name
@@ -368,12 +385,16 @@ class Synchronizer(Generic[Buffer, Handle]):
             counters.payload_bytes += _payload_bytes(reduction.request)
             if isinstance(reduction.request, Gather):
                 reduction.handle = self.backend.gather(reduction.request.rows, name)
+                return
+            buffer, factor = reduction.request.buffer, reduction.request.factor
+            if isinstance(reduction.request, BlockSum):
+                reduction.handle = self.backend.sum_blocks(buffer, name, factor)
+            elif reduction.sections > 1:
+                reduction.handle = self.backend.scatter(buffer, reduction.sections, name, factor)
             else:
-                blocks = isinstance(reduction.request, BlockSum)
-                start = self.backend.sum_blocks if blocks else self.backend.sum
-                reduction.handle = start(reduction.request.buffer, name, reduction.request.factor)
+                reduction.handle = self.backend.sum(buffer, name, factor)
 
-    def _advance_bucket(self, reduction: _RunningReduction[Handle]) -> None:
+    def _advance_bucket(self, reduction: _RunningReduction[Buffer, Handle]) -> None:
         """Advance a bucket until it is done or makes a request that all buckets make together."""
         while True:
             request = reduction.request
@@ -382,9 +403,9 @@ class Synchronizer(Generic[Buffer, Handle]):
                 handle, reduction.handle = reduction.handle, None
                 self._advance(reduction, self.backend.wait(handle))
             elif isinstance(request, AbsMax) and (
-                request.immediate or not self.backend.batches_abs_max
+                request.immediate or (reduction.sections == 1 and not self.backend.batches_abs_max)
             ):
-                (value,) = self.backend.abs_max([request.buffer])
+                (value,) = self._abs_max([reduction], reduction.name)
                 self._advance(reduction, value)
             else:
                 return
@@ -411,9 +432,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         ]:
             asking = [r for r in waiting if isinstance(r.request, AbsMax)]
             if asking:
-                buffers = [r.request.buffer for r in waiting if isinstance(r.request, AbsMax)]
-                values = self.backend.abs_max(buffers)
-                del buffers
+                values = self._abs_max(asking, self.name)
                 for reduction, value in zip(asking, values, strict=True):
                     self._advance(reduction, value)
                     self._advance_bucket(reduction)
@@ -428,6 +447,25 @@ class Synchronizer(Generic[Buffer, Handle]):
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)
                 self._advance_bucket(reduction)
+
+    def _abs_max(
+        self, reductions: Sequence[_RunningReduction[Buffer, Handle]], name: str
+    ) -> Sequence[float]:
+        """Return the results of `AbsMax`. A collective for buckets that are divided."""
+        buffers = []
+        for each in reductions:
+            assert isinstance(each.request, AbsMax)
+            buffer = each.request.buffer
+            buffers.append(
+                buffer if each.sections == 1 else self.backend.section(buffer, each.sections)
+            )
+        values = self.backend.abs_max(buffers)
+        if reductions[0].sections == 1:
+            return values
+        # The bits of floats from 0 on are in the order of their values; NaN is the largest.
+        bits = np.abs(np.array(values, np.float64)).view(np.int64)
+        largest = self.collectives.max(bits.tolist(), f"{name}.abs_max")
+        return [float(each) for each in np.array(largest, np.int64).view(np.float64)]
 
 
 def _payload_bytes(request: Sum | BlockSum | Gather) -> int:

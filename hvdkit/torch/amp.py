@@ -150,6 +150,8 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
             # The scaler may skip the step without calling the optimizer.
             optimizer.reset_stepped()
             _compare_scalers(self, optimizer)
+            if optimizer.shards is not None:
+                return optimizer.shards.unscale(lambda: unscale(self, optimizer, *args, **kwargs))
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 
-from hvdkit.torch.dtensors import is_dtensor
 from hvdkit.torch.reduction.last_stages import clip, norm_of
 from hvdkit.torch.wrapped_optimizer import wrapped
 
@@ -14,7 +13,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    foreach: bool | None = None,  # noqa: ARG001
 ) -> torch.Tensor | None:
     """Clip a `DistributedOptimizer`'s reduced gradients like `torch.nn.utils.clip_grad_norm_`.
 
@@ -27,7 +26,7 @@ def clip_grad_norm_(
         max_norm: the largest norm that is not clipped.
         norm_type: 2, infinity, or another p of the p-norm.
         error_if_nonfinite: raise RuntimeError, on every rank, if the norm is not finite.
-        foreach: see `torch.nn.utils.clip_grad_norm_`.
+        foreach: for compatibility with PyTorch; ignored.
 
     Returns:
         The norm before clipping, a tensor without dimensions. None inside an accumulation window,
@@ -40,15 +39,10 @@ def clip_grad_norm_(
         return None
     parameters = [p for each in several for p in wrapped(each).reducer.parameters()]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(gradient.is_sparse or is_dtensor(gradient) for gradient in gradients):
-        norm = norm_of(gradients, norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}; they are not clipped")
-        clip(gradients, max_norm, norm)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+    norm = norm_of(gradients, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is non-finite, {norm}: they are not clipped")
+    clip(gradients, max_norm, norm)
     if norm_type == 2.0:
         for each in several:
             wrapped(each).grad_norm = norm

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hvdkit.errors import UsageError
+from hvdkit.torch.divided_gradients import DividedGradient
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -29,7 +30,13 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank has, in the same memory; other tensors as is."""
+    """Return the part that this rank has of a DTensor or of a `DividedGradient`.
+
+    In the same memory. Other tensors are returned as they are.
+    """
+    if isinstance(tensor, DividedGradient):
+        assert tensor.own is not None
+        return tensor.own
     if not is_dtensor(tensor):
         return tensor
     found: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -96,7 +103,12 @@ def placements(tensor: Any) -> str:
 
 
 def sharded_over(tensor: Any) -> tuple[Any, ...]:
-    """Return the groups of torch.distributed whose ranks have different parts of a tensor."""
+    """Return the groups whose ranks have different parts of a tensor.
+
+    Groups of torch.distributed; of a `DividedGradient`, its `Collectives`.
+    """
+    if isinstance(tensor, DividedGradient):
+        return (tensor.collectives,)
     if not is_dtensor(tensor):
         return ()
     mesh = tensor.device_mesh

@@ -23,7 +23,9 @@ from hvdkit.torch.items.trees import mapped, tensors_of, with_specs
 from hvdkit.torch.keras_variables import is_seed
 from hvdkit.torch.meshes import Replicas, mesh_of
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
+from hvdkit.torch.shards import Shards
 from hvdkit.torch.unwrapped import note_shared
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 # Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30
@@ -166,6 +168,9 @@ def broadcast_optimizer_state(
             different values of other entries of `state_dict()`, which are not sent; or an argument
             is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
+    if isinstance(optimizer, WrappedOptimizer) and optimizer.shards is not None:
+        _broadcast_options(optimizer, optimizer.shards, root_rank)
+        return
     process_set = mpi_ops.global_process_set
     collectives = TorchCollectives(process_set)
     item = OptimizerItem(optimizer)
@@ -214,6 +219,16 @@ def broadcast_optimizer_state(
         _broadcast_tensors(parts, replicas.root(root_rank), replicas.process_set)
     if not sends:
         item.load(own)
+
+
+def _broadcast_options(optimizer: WrappedOptimizer, shards: Shards, root_rank: int) -> None:
+    """Broadcast the options of a sharded optimizer, whose state each rank has a share of."""
+    check_root(root_rank, mpi_ops.global_process_set.ranks)
+    shards.check_state()
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    sent = broadcast_object(groups, root_rank)
+    for group, options in zip(optimizer.param_groups, sent, strict=True):
+        group.update(options)
 
 
 # The entries of a `state_dict()` that are sent.

@@ -5,6 +5,7 @@ import logging
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.errors import UsageError
 from hvdkit.monitor.monitor import complete_started_reports
 from hvdkit.torch import runtime
 from hvdkit.torch.wrapped_optimizer import wrapped_optimizers
@@ -25,8 +26,17 @@ def join(device: int = -1) -> int:
 
     Returns:
         The last rank to join.
+
+    Raises:
+        UsageError: an optimizer has `shard`.
     """
     for optimizer in wrapped_optimizers():
+        if optimizer.shards is not None:
+            raise UsageError(
+                "hvd.join() was called with a sharded optimizer, of which each rank must step its "
+                "share: expected as many batches on all ranks, such as those of a "
+                "hvd.DistributedSampler, or hvd.DistributedOptimizer without shard"
+            )
         if optimizer.reducer.accumulated or optimizer.reducer.window.counts.dropped:
             log.warning(
                 "hvd.join() dropped gradients that no step has used. To use them, call "

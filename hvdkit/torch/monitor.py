@@ -83,12 +83,9 @@ def _compute_norm(
     ):
         return
     if optimizer.grad_norm is None:
-        gradients = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        # Not those of `param_groups`, which are shares now if the optimizer is sharded.
+        parameters = [each.parameter for each in optimizer.reducer.gradients.records.values()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         optimizer.grad_norm = norm_of(gradients) if gradients else None
 
 

@@ -1,5 +1,6 @@
 """`hvd.DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOptimizer
 
-from hvdkit.agreement.collectives import check_process_set
+from hvdkit.agreement.collectives import check_process_set, is_single_rank
 from hvdkit.agreement.consistency import check_consistency
 from hvdkit.agreement.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
@@ -17,17 +18,22 @@ from hvdkit.reduction.accumulation import window_of
 from hvdkit.reduction.compression import check_adasum
 from hvdkit.reduction.nonfinite import IGNORE, SKIP, check_policy
 from hvdkit.reduction.plan import Reduction, predivide
+from hvdkit.reduction.wire_format import WireFormat
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.compression import Compression, wire_format
-from hvdkit.torch.dtensors import local, placements
+from hvdkit.torch.dtensors import is_dtensor, local, placements
+from hvdkit.torch.elementwise import steps_with_shares
 from hvdkit.torch.meshes import Replicas, mesh_of
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction.backward_passes import coordinator_of
 from hvdkit.torch.reduction.settings import Settings
+from hvdkit.torch.shards import check_dense
 from hvdkit.torch.wrapped_modules import check_not_reduced
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 from hvdkit.torch.wrapping import check_attributes, wrap
 from hvdkit.training.trial import TrialPlan
+
+log = logging.getLogger("hvdkit.torch")
 
 
 def DistributedOptimizer(
@@ -50,6 +56,7 @@ def DistributedOptimizer(
     on_mismatch: str = STOP,
     on_nonfinite: str = IGNORE,
     max_grad_norm: float | None = None,
+    shard: str | None = None,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer` so that `loss.backward()` reduces the gradients over all ranks.
 
@@ -111,6 +118,12 @@ def DistributedOptimizer(
             norm is that of all gradients of the optimizer, and `optimizer.grad_norm` is the norm
             before clipping. Another pass before `step()` clips the sum. Not with a `GradScaler`,
             which unscales gradients later. None: do not clip.
+        shard: `"optimizer"`: each of n ranks updates 1/n of each parameter, and has 1/n of the
+            optimizer's state. After `backward()`, `p.grad` is divided, too: use
+            `hvd.clip_grad_norm_` and `optimizer.full_gradients()`. If the optimizer needs whole
+            tensors, as Muon and Adafactor do, each rank updates some of the parameters instead,
+            and has whole gradients. `state_dict()` is a collective. None: each rank updates all
+            parameters.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated. Or, on every rank,
@@ -170,6 +183,7 @@ def DistributedOptimizer(
             bucket_bytes=bucket_bytes,
             sparse_as_dense=sparse_as_dense,
             find_unused=find_unused_parameters,
+            sections=_sections(shard, optimizer, names, process_set, wire_format(compression)),
         ),
         frozen={name: p for name, p in named or () if p not in names and not p.requires_grad},
         process_set=process_set,
@@ -177,6 +191,7 @@ def DistributedOptimizer(
         replicas=replicas,
         on_nonfinite=check_policy(on_nonfinite),
         max_grad_norm=max_grad_norm,
+        shard=shard,
         keep_sparse=sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam),
     )
     buckets = _group_lists(groups if groups is not None else num_groups, names)
@@ -287,6 +302,44 @@ def _check_arguments(optimizer: torch.optim.Optimizer, op: int) -> None:
     check_attributes(optimizer)
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
+
+
+def _sections(
+    shard: str | None,
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.nn.Parameter, str],
+    process_set: mpi_ops.ProcessSet,
+    wire: WireFormat,
+) -> int:
+    """Return the number of ranks that divide gradients and state; see `Reduction.sections`.
+
+    Raises:
+        UsageError: the optimizer, a parameter or the wire format cannot be divided.
+    """
+    if shard is None:
+        return 1
+    if wire.tensor_by_tensor:
+        raise UsageError(
+            f"shard is {shard!r}, and compression is {wire.name}, which gets whole gradients one "
+            f"by one: expected 'none', 'fp16', 'bf16' or 'int8'"
+        )
+    if any(map(is_dtensor, names)):
+        raise UsageError(
+            f"shard is {shard!r}, and parameters are DTensors, which are divided already: expected "
+            f"shard=None"
+        )
+    check_dense(names)
+    if is_single_rank(process_set):
+        return 1
+    if not steps_with_shares(optimizer):
+        if mpi_ops.rank() == process_set.ranks[0]:
+            log.info(
+                "%s needs whole tensors: each rank updates some of the parameters, and gradients "
+                "are reduced as without shard",
+                type(optimizer).__name__,
+            )
+        return 1
+    return len(process_set.ranks)
 
 
 def _check_sharded(op: int, on_nonfinite: str) -> None:

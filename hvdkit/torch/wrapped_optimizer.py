@@ -48,6 +48,7 @@ from hvdkit.torch.dtensors import is_dtensor, local
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
+from hvdkit.torch.shards import Shards
 from hvdkit.training.tuning import Tuner
 
 
@@ -112,6 +113,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             `clip_grad_norm_` has found it; None without one, and after `hvd.Monitor` has read it.
         hvdkit_tuner: chooses the settings of the buckets in the first steps; None without
             `hvd.autotune`.
+        shards: the shares of the parameters that this rank updates; None without `shard`.
         hvdkit_trial: called after each step in a trial of `hvdkit tune`; None in other jobs.
     """
 
@@ -119,6 +121,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     hvdkit_steps = 0
     hvdkit_skipped_steps = 0
     grad_norm: torch.Tensor | None = None
+    shards: Shards | None = None
     hvdkit_tuner: Tuner | None = None
     hvdkit_trial: Callable[[], None] | None = None
     _plain: torch.optim.Optimizer
@@ -200,6 +203,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._check_closure(closure)
         if self.reducer.call_in_window():
             return None
+        loss = None
+        if closure is not None and self.shards is not None:
+            # It needs the whole parameters. Optimizers that step shares call it once, at first.
+            with torch.enable_grad():
+                loss, closure = closure(), None
         if closure is None:
             if self._should_synchronize:
                 self.reduce()
@@ -208,7 +216,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self.end_step()
                 self.zero_grad(set_to_none=False)  # a later pass must not add to them
                 return None
-            result = super().step(**options)
+            result = self._step(super().step, options)
+            result = loss if result is None else result
         else:
             reducing = self._reducing(closure) if self._should_synchronize else closure
             result = super().step(reducing, **options)
@@ -231,6 +240,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
     # Otherwise an LR scheduler wraps this method to set `_opt_called`.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _step(self, step: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Make the plain optimizer's step, of the shares if there are any."""
+        if self.shards is None:
+            return step(**options)
+        with self.shards.in_place_of_parameters():
+            result = step(**options)
+        self.shards.send()
+        return result
 
     def _check_closure(self, closure: Callable[[], Any] | None) -> None:
         window = self.reducer.window
@@ -322,10 +340,41 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     # --- state ----------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain optimizer's state. With `shard`, a collective: every rank calls it."""
+        plain = super().state_dict
+        found: dict[str, Any] = plain() if self.shards is None else self.shards.state_dict(plain)
+        return found
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: with `shard`, that of this rank's shares."""
+        plain = super().state_dict
+        return plain() if self.shards is None else self.shards.own_state_dict(plain)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the plain optimizer's state, and drop accumulated gradients."""
         self.discard_accumulated()
         super().load_state_dict(state_dict)
+        if self.shards is not None:
+            self.shards.take_state()
+
+    def full_gradients(self) -> list[torch.Tensor | None]:
+        """Reduce the gradients, and return the whole gradient of each parameter. A collective.
+
+        Returns:
+            For each parameter, in the order of `param_groups`, a tensor of its shape, or None.
+
+        Raises:
+            UsageError: inside an accumulation window.
+        """
+        if not self.reduce():
+            raise UsageError(
+                "full_gradients() was called inside an accumulation window, whose gradients are "
+                "not reduced yet: call it after the last pass of the window"
+            )
+        if self.shards is None:
+            return [p.grad for p in self.reducer.parameters()]
+        return self.shards.full_gradients()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set attributes, as `load_state_dict` and scripts do."""

@@ -10,6 +10,8 @@ from hvdkit.errors import UsageError
 from hvdkit.reduction.accumulation import Window
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
 from hvdkit.torch.reduction.settings import Settings
+from hvdkit.torch.shards import Shards
+from hvdkit.torch.tensor_shards import TensorShards
 from hvdkit.torch.wrapped_optimizer import SHARED, WrappedOptimizer
 
 
@@ -73,4 +75,8 @@ def wrap(
     optimizer._wrap(plain)
     optimizer.reducer = OptimizerReducer(optimizer, settings, window, names, groups, **ranks)
     optimizer.reducer.coordinator.add(optimizer)
+    if settings.reduction.sections > 1:
+        optimizer.shards = Shards(optimizer.reducer)
+    elif settings.shard is not None and not optimizer.reducer.collectives.single_rank:
+        optimizer.shards = TensorShards(optimizer.reducer)
     return optimizer

@@ -198,7 +198,8 @@ def _is_item(handler: StateHandler) -> bool:
         return True
     # An optimizer with a `state_dict` of its own may have entries, maybe only after its first step,
     # that only its `load_state_dict` knows.
-    return handler.value.state_dict.__module__.startswith(("torch.", "hvdkit."))
+    plain: Any = getattr(handler.value, "_plain", handler.value)
+    return plain.state_dict.__module__.startswith(("torch.", "hvdkit."))
 
 
 def copy_advice(value: Any) -> str:

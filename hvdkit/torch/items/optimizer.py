@@ -10,9 +10,20 @@ from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.dtensors import is_dtensor, replicated
 from hvdkit.torch.items.model import ModelItem
-from hvdkit.torch.items.tensors import CPU, Held, TorchTensor, empty, empty_like, held, memory
+from hvdkit.torch.items.tensors import (
+    CPU,
+    Held,
+    SharePart,
+    TorchTensor,
+    dtype_of,
+    empty,
+    empty_like,
+    held,
+    memory,
+)
 from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
 from hvdkit.torch.reduction.memory_order import memory_order
+from hvdkit.torch.shards import Shards
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
@@ -43,8 +54,13 @@ class OptimizerItem:
 
     @property
     def divided(self) -> bool:
-        """Whether parameters are DTensors, and so is their state."""
-        return any(map(is_dtensor, self._parameters()))
+        """Whether parameters are DTensors, and so is their state, or the optimizer is sharded."""
+        return self._shards is not None or any(map(is_dtensor, self._parameters()))
+
+    @property
+    def _shards(self) -> Shards | None:
+        optimizer = self._optimizer
+        return optimizer.shards if isinstance(optimizer, WrappedOptimizer) else None
 
     def save(self) -> Tree:
         """Return the `state_dict`, the class, and the shapes and names of the parameters.
@@ -52,14 +68,18 @@ class OptimizerItem:
         Raises:
             UsageError: the `state_dict` has entries of its own, which `restore` could not load.
         """
-        state = self._optimizer.state_dict()
+        optimizer = self._optimizer
+        if isinstance(optimizer, WrappedOptimizer):
+            state = optimizer.own_state_dict()
+        else:
+            state = optimizer.state_dict()
         self._check_entries(state)
         return self.tree(state) | self._window()
 
     def tree(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tree of a `state_dict`, without the position in an accumulation window."""
         return {
-            "state": with_tensors(state["state"], f"{self._subject}['state']"),
+            "state": mapped(state["state"], self._held),
             "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
             "optimizer": type(self._optimizer).__name__,
             "shapes": self._shapes(),
@@ -73,6 +93,19 @@ class OptimizerItem:
             "orders": self._orders(state["state"]),
             "tied": _tied(state["state"]),
         }
+
+    def _held(self, leaf: Any, path: tuple[Any, ...]) -> Any:
+        """Return what the tree has in place of a value of the state."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        parameter = self._parameters()[path[0]] if isinstance(path[0], int) else None
+        if self._shards is not None and parameter is not None:
+            part = self._shards.part_of(leaf, parameter)
+            if part is not None:
+                return SharePart(leaf, parameter, part)
+            if leaf.dim() == 1 and leaf.numel() == parameter.numel():
+                leaf = leaf.view(parameter.shape)
+        return held(leaf, at(f"{self._subject}['state']", path))
 
     def _orders(self, state: Mapping[Any, Any]) -> list[list[list[Any]]]:
         """Return path and memory order of each tensor that has not the usual order."""
@@ -108,7 +141,7 @@ class OptimizerItem:
         Raises:
             UsageError: see `save`.
         """
-        self._check_entries(self._optimizer.state_dict())
+        self._check_entries(_local_state(self._optimizer))
         return [
             type(self._optimizer).__name__,
             *(
@@ -173,7 +206,7 @@ class OptimizerItem:
         if lines:
             raise does_not_fit(self._subject, lines)
         parameters = self._parameters()
-        own_leaves = dict(leaves(self._optimizer.state_dict()["state"]))
+        own_leaves = dict(leaves(_local_state(self._optimizer)["state"]))
         device_of = self._devices(tree)
         # Steps of earlier versions have no orders.
         orders = {tuple(path): tuple(order) for path, order in tree.get("orders", [])}
@@ -204,6 +237,11 @@ class OptimizerItem:
                 if kept.spec == leaf and memory_order(current) == order:
                     return kept
             parameter = parameters[path[0]] if isinstance(path[0], int) else None
+            if self._shards is not None and parameter is not None:
+                own = self._shards.empty_share(leaf.shape, parameter)
+                if own is not None:
+                    new = torch.empty(own.shape, dtype=dtype_of(leaf), device=device)
+                    return SharePart(new, parameter, self._shards.first_of(parameter))
             if not is_dtensor(parameter) or path[-1] == "step":
                 return TorchTensor(empty(leaf, device, order))
             if parameter is not None and leaf.shape == tuple(parameter.shape):
@@ -316,14 +354,24 @@ class OptimizerItem:
             if key not in self._left
         }
         for parameter in (parameters[index] for index in self._left):
-            if parameter in optimizer.state:
-                state[parameter] = optimizer.state[parameter]
+            key = parameter if self._shards is None else self._shards.share_of(parameter)
+            if key in optimizer.state:
+                state[key] = optimizer.state[key]
         self._left = set()
         optimizer.state.clear()
         optimizer.state.update(state)
+        if self._shards is not None:
+            self._shards.take_state()
         groups = without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the `state_dict`; of a sharded optimizer, without the state of shares."""
+    if isinstance(optimizer, WrappedOptimizer) and optimizer.shards is not None:
+        return {"state": {}, "param_groups": optimizer.param_groups}
+    return optimizer.state_dict()
 
 
 def _tied(state: Mapping[Any, Any]) -> list[list[list[Any]]]:

@@ -137,8 +137,22 @@ class DTensorPart(Divided):
         super().__init__(part, tensor.shape, first_indices(tensor, subject), has_copies=True)
 
 
+class SharePart(Divided):
+    """A `Divided` for a share of a tensor: some of its elements, in row-major order.
+
+    Args:
+        own: the share of this rank, of shape [elements].
+        like: a tensor with the shape of the whole one.
+        first: the place of the first element of the share.
+    """
+
+    def __init__(self, own: torch.Tensor, like: torch.Tensor, first: int) -> None:
+        self.tensor = own.detach()
+        super().__init__(TorchTensor(own), like.shape, (first,), indexed=(like.numel(),))
+
+
 #: What a tree of a torch model or optimizer has in place of a tensor.
-Held = TorchTensor | DTensorPart
+Held = TorchTensor | DTensorPart | SharePart
 
 
 def held(tensor: torch.Tensor, subject: str = "a tensor") -> Held:
@@ -169,6 +183,11 @@ def writable(tensor: torch.Tensor, subject: str) -> Held:
             f"expected a tensor that a restore can write to. Use clone() or contiguous() first"
         )
     return wrapped
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Return the dtype of a tensor."""
+    return _BY_CODE[spec.dtype]
 
 
 def empty(

@@ -13,6 +13,7 @@ from hvdkit.runtime.host_collectives import int8_name
 from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.reduction.block_sums import BlockSum
+from hvdkit.torch.reduction.divided_memory import Buffers, DividedMemory
 from hvdkit.torch.reduction.memory import TorchMemory
 
 
@@ -69,13 +70,16 @@ class TorchBackend:
         self._parameters = parameters
         self._keeps_memory = keeps_memory
         self._collectives = collectives
+        self._buffers = Buffers()
         self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
         #: For each parameter, the largest number of sparse dimensions of its gradients until now.
         self.sparse_seen = [0] * len(parameters)
 
-    def memory(self, bucket: Bucket) -> TorchMemory:
+    def memory(self, bucket: Bucket) -> TorchMemory | DividedMemory:
         """See `Backend`. Buffers are allocated on first use."""
         parameters = [self._parameters[i] for i in bucket.parameters]
+        if bucket.sections > 1:
+            return DividedMemory(bucket, parameters, self._collectives, self._buffers)
         return TorchMemory(bucket, parameters, self._record_sparse, self._keeps_memory)
 
     @torch.no_grad()
@@ -98,6 +102,21 @@ class TorchBackend:
             postscale_factor=factor,
             process_set=self._collectives.process_set,
         )
+
+    @torch.no_grad()
+    def scatter(self, buffer: torch.Tensor, sections: int, name: str, factor: float) -> Any:
+        """See `Backend`: an in-place reducescatter."""
+        if not buffer.numel():
+            return buffer
+        _refuse_capture(buffer)
+        own = self.section(buffer, sections)
+        return mpi_ops._reducescatter_async(
+            buffer, own, name, mpi_ops.Sum, self._collectives.process_set, 1.0, factor
+        )
+
+    def section(self, buffer: torch.Tensor, sections: int) -> torch.Tensor:
+        """See `Backend`."""
+        return buffer.view(sections, -1)[self._collectives.place]
 
     @torch.no_grad()
     def sum_blocks(self, buffer: torch.Tensor, name: str, factor: float) -> Any:
@@ -124,6 +143,10 @@ class TorchBackend:
             mpi_ops.allgather_async(content, f"{name}.values", self._collectives.process_set),
             values.dtype,
         )
+
+    def is_done(self, handle: Any) -> bool:
+        """See `Backend`; False for a handle of several collectives."""
+        return isinstance(handle, int) and bool(mpi_ops.poll(handle))
 
     def wait(self, handle: Any) -> Any:
         """Wait for `sum`, `sum_blocks` or `gather`. Raises HorovodInternalError on failure."""

@@ -161,7 +161,10 @@ class BackwardPasses:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the optimizer's parameters, in order."""
-        return [p for group in self.optimizer().param_groups for p in group["params"]]
+        optimizer = self.optimizer()
+        if optimizer.shards is not None and optimizer.shards.replaced is not None:
+            return list(optimizer.shards.replaced)
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def compared_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that the ranks compare, by name."""

@@ -34,12 +34,18 @@ from hvdkit.agreement.consistency import all_equal, digest24
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction.nonfinite import IGNORE
 from hvdkit.torch.digests import digests
+from hvdkit.torch.divided_gradients import DividedGradient
 from hvdkit.torch.dtensors import is_dtensor
 from hvdkit.torch.reduction.last_stages import Stage
 from hvdkit.torch.reduction.memory import is_nonzero
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.torch.reduction.parameters import Parameters
 from hvdkit.torch.reduction.records import Left, Record, forget, is_changed, is_left, leave
+
+
+def _base(record: Record) -> torch.Tensor:
+    assert record.base is not None
+    return record.base
 
 
 class Gradients(Parameters):
@@ -200,8 +206,8 @@ class Gradients(Parameters):
         Args:
             count: the number of ranks that have not joined.
         """
-        records = [record for record in self._planned if record.base is not None]
-        own = [digest & 0xFFFFFF for digest in digests(self._bases())]
+        records = self._compared_bases()
+        own = [digest & 0xFFFFFF for digest in digests([_base(record) for record in records])]
         sums = self.collectives.sum([*own, *(n * n for n in own)], "hvdkit.rounds.written")
         total, squares = sums[: len(own)], sums[len(own) :]
         for record, n, n2 in zip(records, total, squares, strict=True):
@@ -300,6 +306,14 @@ class Gradients(Parameters):
     def _bases(self) -> list[torch.Tensor]:
         return [record.base for record in self._planned if record.base is not None]
 
+    def _compared_bases(self) -> list[Record]:
+        """Return the records whose bases are equal on all ranks unless the script has changed them.
+
+        Not those that are divided. The script can only multiply them, or set them to 0.
+        """
+        every = (record for record in self._planned if record.base is not None)
+        return [record for record in every if not isinstance(record.base, DividedGradient)]
+
     def signature(self) -> Sequence[object]:
         """Return values that must be equal on all ranks in a round, after `separate`.
 
@@ -314,12 +328,12 @@ class Gradients(Parameters):
 
     def content(self) -> int:
         """Return 24 bits of the reduced gradients, after `separate`; 0 if there are none."""
-        bases = self._bases()
+        bases = [_base(record) for record in self._compared_bases()]
         return digest24(repr(digests(bases)).encode()) if bases else 0
 
     def any_changed(self) -> bool:
         """Return whether the script may have changed a reduced gradient since the last step."""
-        return any(map(is_changed, self._bases()))
+        return any(is_changed(_base(record)) for record in self._compared_bases())
 
     def exist(self) -> bool:
         """Return whether there is any gradient."""

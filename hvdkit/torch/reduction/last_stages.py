@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
+from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.dtensors import local, sharded_over
 
 
@@ -81,7 +83,8 @@ class Clip(Stage):
 def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
     """Return the p-norm of all gradients, dense or sparse: a tensor without dimensions.
 
-    A collective of the meshes of DTensors among them: the norm is that of the whole tensors.
+    A collective of the ranks that divide a gradient: the norm is that of the whole tensors. It is
+    computed in float64, because in float32 it would depend on the division, and then rounded.
     """
     if not gradients:
         return torch.zeros((), device="cpu")
@@ -95,19 +98,31 @@ def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
     for groups, own in norms.items():
         norm = torch.linalg.vector_norm(torch.stack([each.to(first) for each in own]), p)
         for group in groups:
-            everyone = [torch.empty_like(norm) for _ in range(group.size())]
-            torch.distributed.all_gather(everyone, norm, group=group)
-            norm = torch.linalg.vector_norm(torch.stack(everyone), p)
+            norm = torch.linalg.vector_norm(_gathered(norm, group), p)
         whole.append(norm)
-    return torch.linalg.vector_norm(torch.stack(whole), p)
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in gradients)
+    norm = torch.linalg.vector_norm(torch.stack(whole), p)
+    return norm if wide else norm.float()
+
+
+def _gathered(norm: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the norms of the parts that the ranks of a group have."""
+    if isinstance(group, TorchCollectives):
+        every: torch.Tensor = mpi_ops.allgather(
+            norm.view(1), name="hvdkit.norm", process_set=group.process_set
+        )
+        return every
+    everyone = [torch.empty_like(norm) for _ in range(group.size())]
+    torch.distributed.all_gather(everyone, norm, group=group)
+    return torch.stack(everyone)
 
 
 def _norm(tensor: torch.Tensor, p: float) -> torch.Tensor:
-    # Squares of float16 and bfloat16 are added in float32.
-    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
     if not tensor.numel():
         p = 2.0  # PyTorch has no maximum of no elements
-    return torch.linalg.vector_norm(tensor, p, dtype=torch.float32 if narrow else None)
+    # In float64, the norm does not depend on how a tensor is divided, except in its last bits.
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.linalg.vector_norm(tensor, p, dtype=wide)
 
 
 @torch.no_grad()

@@ -221,6 +221,9 @@ class TorchMemory:
         self._note_packed()
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
+    def end(self) -> None:
+        """See `RoundMemory`."""
+
     @torch.no_grad()
     def end_round(self, reduced: bool) -> None:
         for p, gradient, view in self._own:

@@ -82,6 +82,8 @@ class Record:
         content: the address of the parameter's content when hooks were registered; None without.
         undefined: whether the latest gradient of the parameter was None, so that nothing is added.
         handles: those of the hooks.
+        share: of a sharded optimizer: the share of the parameter that this rank updates.
+        place: of an optimizer that is sharded by whole tensors: the place of the parameter's owner.
     """
 
     owner: "weakref.ref[Any]"
@@ -98,6 +100,8 @@ class Record:
     content: int | None = None
     undefined: bool = False
     handles: Sequence[RemovableHandle] = ()
+    share: torch.nn.Parameter | None = None
+    place: int | None = None
 
     @property
     def has_gradient(self) -> bool:

@@ -27,10 +27,11 @@ class Settings:
         replicas: when to compare parameters and optimizer state later.
         on_nonfinite: what to do about gradients with NaN or infinity.
         max_grad_norm: clip reduced gradients to this norm; None to leave them.
+        shard: None, or what each rank has a share of: see `hvd.DistributedOptimizer`.
         keep_sparse: make reduced gradients sparse, for an optimizer that needs sparse ones.
 
     Raises:
-        UsageError: `max_grad_norm` is not a number above 0.
+        UsageError: `max_grad_norm` is not a number above 0, or `shard` is unknown.
     """
 
     optimizer: str
@@ -41,6 +42,7 @@ class Settings:
     replicas: CheckSettings = field(default_factory=CheckSettings)
     on_nonfinite: str = IGNORE
     max_grad_norm: float | None = None
+    shard: str | None = None
     keep_sparse: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +52,8 @@ class Settings:
             raise UsageError(
                 f"max_grad_norm is {norm!r}: expected a finite number above 0, or None"
             )
+        if self.shard not in (None, "optimizer"):
+            raise UsageError(f"shard is {self.shard!r}: expected 'optimizer' or None")
 
     def lines(self) -> list[str]:
         """Return lines that must be the same on every rank, besides those of `reduction`."""
@@ -60,4 +64,5 @@ class Settings:
             f"on_nonfinite: {self.on_nonfinite}",
             # Not without it, so that restored states of a reduction stay valid.
             *([f"max_grad_norm: {self.max_grad_norm}"] if self.max_grad_norm else []),
+            *([f"shard: {self.shard}"] if self.shard else []),
         ]

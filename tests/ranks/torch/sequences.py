@@ -80,6 +80,7 @@ class Setting:
         several: an optimizer for each part of the model. Sequences without a window then consist
             of `SEVERAL_ACTIONS`.
         max_grad_norm: the argument. Sequences then consist of `CLIPPED_ACTIONS`.
+        shard: the argument. Sequences are then without actions that are not `SHARDED_ACTIONS`.
     """
 
     compression: str = "none"
@@ -91,6 +92,7 @@ class Setting:
     window: str = ""
     members: str = ""
     several: bool = False
+    shard: str | None = None
     max_grad_norm: float | None = None
 
 
@@ -190,6 +192,7 @@ class World:
             # Compare after every step: the ranks' parameters must never differ.
             check_interval=1,
             max_grad_norm=self.setting.max_grad_norm,
+            shard=self.setting.shard,
         )
 
     @property
@@ -317,9 +320,10 @@ class World:
         if of is None:
             self.largest = 0.0
         named = [named for named, _ in pairs]
-        self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else p.grad, named)
+        whole = self.whole_gradients(of)
+        self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else whole[p], named)
         for (name, p), q in pairs:
-            own = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+            own = torch.zeros_like(p) if p.grad is None else whole[p].detach()
             expected = torch.zeros_like(q) if q.grad is None else q.grad
             worst = float((own - expected).abs().max())
             assert worst <= bound, f"gradient of {name} is off by {worst}, bound {bound}"
@@ -329,6 +333,24 @@ class World:
                 q.grad = own.clone()
             else:
                 q.grad.copy_(own)
+
+    def whole_gradients(self, of: Any) -> dict[nn.Parameter, Any]:
+        """Return the gradient of each parameter. A collective if the ranks divide it.
+
+        Args:
+            of: the wrapped optimizer of the parameters; None for all.
+        """
+        if self.setting.shard is None:
+            return {p: p.grad for p in self.model.parameters()}
+        return {
+            p: gradient
+            for own in ([each for each, _ in self.each()] if of is None else [of])
+            for p, gradient in zip(
+                (p for group in own.param_groups for p in group["params"]),
+                own.full_gradients(),
+                strict=True,
+            )
+        }
 
     def check_parameters(self) -> None:
         self.check_same_bits(lambda p: p)
@@ -399,6 +421,16 @@ CLIPPED_ACTIONS = """
     grad_of_parameters idle_rank idle_rank_at_step double_and_back other_data new_parameters freeze
     failing_backward closure reload joined_epoch wrap_again add_parameters
 """.split()  # noqa: SIM905
+#: With `shard`.
+SHARDED_ACTIONS = """
+    plain_step backward step another_model zero_grad zero_grad_in_place zero_grad_of_the_model
+    clip_with_hvd scale_in_place replace_gradients accumulate_without_sync accumulate_and_step
+    forget_what_was_accumulated two_losses retain_graph grad_of_parameters idle_rank
+    idle_rank_at_step other_data swap_on_conversion swap_tensors new_parameters freeze
+    freeze_on_one_rank failing_backward create_graph reload loss_scaling wrap_again add_parameters
+    step_with_some alternating_tasks window_passes window_passes_of_some_ranks grad_in_full_window
+    alternating_optimizers dropped_pass_in_window flush zero_grad_in_window
+""".split()  # noqa: SIM905
 WINDOW_ACTIONS = """
     window_passes window_passes_of_some_ranks grad_in_full_window another_model
     alternating_optimizers dropped_pass_in_window flush zero_grad_in_window read_in_window
@@ -420,6 +452,11 @@ def set_of(hvd: Any, ranks: list[int]) -> Any:
 
 def actions_for(setting: Setting) -> list[str]:
     """Return the names of the actions that are possible with a setting."""
+    names = _actions_without_shard(setting)
+    return [name for name in names if name in SHARDED_ACTIONS] if setting.shard else names
+
+
+def _actions_without_shard(setting: Setting) -> list[str]:
     if setting.window:
         return WINDOW_ACTIONS
     if setting.several:

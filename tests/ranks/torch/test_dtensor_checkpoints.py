@@ -224,7 +224,7 @@ def test_a_plain_model_on_one_rank_is_an_error_on_all(hvd):
         model = block() if hvd.rank() == 1 else model
         with (
             hvd.Checkpointer(folder, model=model) as saving,
-            pytest.raises(HvdkitError, match="expected the same tensors on all ranks"),
+            pytest.raises(HvdkitError, match="ranks disagree about the parameters"),
         ):
             saving.save(1)
 
@@ -235,7 +235,7 @@ def test_the_memory_of_hosts_keeps_no_parts_of_fsdp(hvd):
         with pytest.raises(UsageError, match="tensors are divided among the ranks"):
             training.checkpointer(hvd, folder, every_steps_in_memory=1)
         state = hvd.elastic.TorchState(model=training.model, optimizer=training.optimizer)
-        with pytest.raises(UsageError, match="the tensors of .* are DTensors"):
+        with pytest.raises(UsageError, match="tensors are divided"):
             state.sync()
 
 

@@ -50,6 +50,18 @@ _CLIPPED = st.builds(
     unused=st.booleans(),
     max_grad_norm=st.sampled_from([0.02, 1e9]),
 )
+_SHARDED = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "fp16", "bf16", "int8"]),
+    average=st.booleans(),
+    kind=st.sampled_from(["sgd", "adamw", "momentum"]),
+    bucket_bytes=st.sampled_from([100, 10**7]),
+    unused=st.booleans(),
+    window=st.sampled_from(["", "mean", "sum"]),
+    several=st.booleans(),
+    members=st.sampled_from(["", "some", "halves"]),
+    shard=st.just("optimizer"),
+)
 _SEVERAL = st.builds(
     Setting,
     compression=st.sampled_from(["none", "fp16"]),
@@ -69,6 +81,7 @@ SEARCHES = {
     "clipped": (_CLIPPED, 6, 300),
     "several": (_SEVERAL, 7, 1200),
     "compiled": (_COMPILED, 2, 40),
+    "sharded": (_SHARDED, 25, 600),
 }
 
 
