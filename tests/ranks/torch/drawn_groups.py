@@ -47,8 +47,8 @@ class Call:
             self.reduction = "SUM"
         if self.dtype == torch.uint8 or (self.dtype == torch.bfloat16 and self.reduction != "AVG"):
             self.reduction = "SUM"  # Gloo has no other of bfloat16
-        if self.dtype == torch.uint8 or self.name == "reduce":
-            self.strided = False  # Gloo serves them
+        if self.name == "reduce" or self.dtype in (torch.uint8, torch.float16, torch.bfloat16):
+            self.strided = False  # Gloo serves some of these calls, and ignores strides
         self.part = max(size // self.count, 1)
         inputs = [values(self.part * self.count, self.dtype, r, number) for r in ranks]
         self.inputs = [t.double().numpy() for t in inputs]
