@@ -847,7 +847,17 @@ class HvdBackend : public c10d::Backend {
     return submit(operation, call, tensors, c10d::AllreduceOptions(), [this, tensors, run] {
       group_->post(nullptr, 0, nullptr);
       group_->compare_hosts();
-      run(*inner_, tensors)->wait();
+      Tensors dense;  // Gloo ignores strides
+      for (auto& tensor : tensors) {
+        dense.push_back(tensor.layout() == at::kStrided ? tensor.contiguous() : tensor);
+      }
+      run(*inner_, dense)->wait();
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        if (!dense[i].is_same(tensors[i])) {
+          at::AutoDispatchBelowADInplaceOrView guard;
+          tensors[i].copy_(dense[i]);
+        }
+      }
     });
   }
 
