@@ -1,4 +1,4 @@
-"""One rank of `scripts/bench_backends`: steps of DDP, FSDP2 and tensor parallelism.
+"""One rank of `scripts/bench_backends`: training steps and single collectives.
 
 The steps run over both backends in turns.
 
@@ -65,21 +65,34 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(_LAYERS)))
 
 
-def _ddp(group: dist.ProcessGroup) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(
+def _training(model: nn.Module, seed: int) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    data = torch.randn(1, _TOKENS, _WIDTH, generator=torch.Generator().manual_seed(seed))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _ddp(group: dist.ProcessGroup) -> Callable[[], None]:
+    model = nn.parallel.DistributedDataParallel(
         _model(), process_group=group, gradient_as_bucket_view=True
     )
+    return _training(model, dist.get_rank())
 
 
-def _fsdp(group: dist.ProcessGroup, kept: bool = False) -> nn.Module:
+def _fsdp(group: dist.ProcessGroup, kept: bool = False) -> Callable[[], None]:
     mesh, model = DeviceMesh.from_group(group, "cpu"), _model()
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh, reshard_after_forward=not kept)
-    return model
+    return _training(model, dist.get_rank())
 
 
-def _tensor_parallel(group: dist.ProcessGroup) -> nn.Module:
+def _tensor_parallel(group: dist.ProcessGroup) -> Callable[[], None]:
     mesh, model = DeviceMesh.from_group(group, "cpu"), _model()
     plan: dict[str, ParallelStyle] = {
         **dict.fromkeys(("queries", "keys", "values", "up"), ColwiseParallel()),
@@ -87,14 +100,40 @@ def _tensor_parallel(group: dist.ProcessGroup) -> nn.Module:
     }
     for layer in model:
         parallelize_module(layer, mesh, plan)
-    return model
+    return _training(model, 0)  # ranks share the data
 
 
-VARIANTS: dict[str, Callable[[dist.ProcessGroup], nn.Module]] = {
+def _allreduce(group: dist.ProcessGroup, size: int, calls: int = 1) -> Callable[[], None]:
+    data = torch.zeros(size // 4)
+
+    def step() -> None:
+        for _ in range(calls):
+            dist.all_reduce(data, group=group)
+
+    return step
+
+
+def _alltoall(group: dist.ProcessGroup) -> Callable[[], None]:
+    sent, received = torch.zeros(2, 1_000_000)
+    return lambda: dist.all_to_all_single(received, sent, group=group)
+
+
+def _half(group: dist.ProcessGroup) -> Callable[[], None]:
+    ranks = list(range(dist.get_world_size() // 2))
+    half = dist.new_group(ranks, backend=dist.get_backend(group))
+    return _allreduce(half, 100_000_000) if dist.get_rank() in ranks else lambda: None
+
+
+#: The step of each variant. Those of single collectives have the sizes in bytes in their names.
+VARIANTS: dict[str, Callable[[dist.ProcessGroup], Callable[[], None]]] = {
     "ddp": _ddp,
     "fsdp": _fsdp,
     "fsdp-kept": lambda group: _fsdp(group, kept=True),
     "tensor-parallel": _tensor_parallel,
+    "50-allreduces-64k": lambda group: _allreduce(group, 64 << 10, calls=50),
+    "allreduce-100m": lambda group: _allreduce(group, 100_000_000),
+    "alltoall-4m": _alltoall,
+    "allreduce-100m-half": _half,
 }
 
 
@@ -112,22 +151,7 @@ def main() -> None:
     steps: dict[str, Callable[[], None]] = {}
     for name in names:
         for backend, group in groups.items():
-            model = VARIANTS[name](group)
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-            # Ranks of tensor parallelism share the data.
-            seed = 0 if name == "tensor-parallel" else dist.get_rank()
-            data = torch.randn(1, _TOKENS, _WIDTH, generator=torch.Generator().manual_seed(seed))
-
-            def step(
-                model: nn.Module = model,
-                optimizer: torch.optim.Optimizer = optimizer,
-                data: torch.Tensor = data,
-            ) -> None:
-                optimizer.zero_grad()
-                model(data).square().mean().backward()
-                optimizer.step()
-
-            steps[f"{name} {backend}"] = step
+            steps[f"{name} {backend}"] = VARIANTS[name](group)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     sent = dict.fromkeys(steps, 0)
     draw = random.Random(0)

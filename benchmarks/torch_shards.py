@@ -16,10 +16,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hvdkit.torch as hvd
-from benchmarks.torch_backends import _TOKENS, _WARM_STEPS, _WIDTH, _fsdp, _model, _sent
+from benchmarks.torch_backends import _TOKENS, _WARM_STEPS, _WIDTH, _model, _sent
 
 _Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -45,9 +46,9 @@ def _ddp_zero() -> _Made:
 
 
 def _fsdp_kept() -> _Made:
-    group = dist.group.WORLD
-    assert group is not None
-    model = _fsdp(group, kept=True)
+    model = _model()
+    for layer in (*model, model):
+        fully_shard(layer, reshard_after_forward=False)
     return model, torch.optim.AdamW(model.parameters(), 1e-4)
 
 

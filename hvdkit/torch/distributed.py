@@ -49,7 +49,10 @@ def _create(options: _Rendezvous, _backend_options: object) -> Any:
     _watch()
     # Process sets have ids below 2**24.
     record_group = 1 << 24 | zlib.crc32(options.group_id.encode()) & 0xFFFFFF
-    store, timeout = options.store, options.timeout
+    timeout = options.timeout
+    # The store may have the keys of an earlier group. All ranks have made as many groups with it.
+    number = options.store.add(f"hvdkit/{rank}", 1)
+    store = dist.PrefixStore(str(number), options.store)
     gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     return create(store, rank, size, timeout, ranks, record_group, gloo)
 

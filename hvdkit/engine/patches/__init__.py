@@ -35,7 +35,7 @@ from hvdkit.errors import HvdkitError
 HOROVOD_VERSION = "0.28.1"
 
 #: The N in the version of hvdkit's builds, `0.28.1+hvdkit.N`. Increase it when a patch changes.
-REVISION = 29
+REVISION = 30
 
 _FILE = re.compile(r"(\d+)-(.+)\.patch")
 

@@ -44,29 +44,13 @@ using Milliseconds = std::chrono::milliseconds;
 using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 
-bool element_of(at::ScalarType type, Element& element) {
-  switch (type) {
-    case at::kFloat:
-      element = Element::kFloat32;
-      return true;
-    case at::kDouble:
-      element = Element::kFloat64;
-      return true;
-    case at::kHalf:
-      element = Element::kFloat16;
-      return true;
-    case at::kBFloat16:
-      element = Element::kBfloat16;
-      return true;
-    case at::kInt:
-      element = Element::kInt32;
-      return true;
-    case at::kLong:
-      element = Element::kInt64;
-      return true;
-    default:
-      return false;
-  }
+// Horovod's number of a dtype; that of uint8 for dtypes that it does not have.
+int recorded_type(at::ScalarType type) {
+  static const std::map<at::ScalarType, int> types = {
+      {at::kByte, 0}, {at::kChar, 1},  {at::kShort, 3},  {at::kInt, 4},  {at::kLong, 5},
+      {at::kHalf, 6}, {at::kFloat, 7}, {at::kDouble, 8}, {at::kBool, 9}, {at::kBFloat16, 10}};
+  auto found = types.find(type);
+  return found == types.end() ? 0 : found->second;
 }
 
 // How a call reduces.
@@ -80,7 +64,7 @@ struct Reducing {
 
 // Returns whether the engine has the reduction. The same on all ranks that call it with equal arguments.
 bool reduces(at::ScalarType type, const c10d::ReduceOp& op, Reducing& how) {
-  if (!element_of(type, how.element)) {
+  if (!element_of(recorded_type(type), how.element)) {
     return false;
   }
   switch ((c10d::ReduceOp::RedOpType)op) {
@@ -134,7 +118,7 @@ std::string name_of(const HostGroup::Call& call) {
   return text;
 }
 
-// Horovod's numbers of an operation and of a dtype, for the flight recorder.
+// Horovod's number of an operation, for the flight recorder.
 int recorded_operation(OpType operation) {
   switch (operation) {
     case OpType::ALLGATHER:
@@ -159,14 +143,6 @@ int recorded_operation(OpType operation) {
   }
 }
 
-int recorded_type(at::ScalarType type) {
-  static const std::map<at::ScalarType, int> types = {
-      {at::kByte, 0}, {at::kChar, 1},  {at::kShort, 3},  {at::kInt, 4},  {at::kLong, 5},
-      {at::kHalf, 6}, {at::kFloat, 7}, {at::kDouble, 8}, {at::kBool, 9}, {at::kBFloat16, 10}};
-  auto found = types.find(type);
-  return found == types.end() ? 0 : found->second;
-}
-
 // A tensor's memory as one piece, for reading and for writing. `finish` writes to a tensor that is not contiguous.
 class Flat {
  public:
@@ -189,6 +165,14 @@ class Flat {
  private:
   const at::Tensor tensor_, flat_;
 };
+
+int64_t elements_of(const Tensors& tensors) {
+  int64_t elements = 0;
+  for (auto& tensor : tensors) {
+    elements += tensor.numel();
+  }
+  return elements;
+}
 
 // Several tensors one after the other.
 at::Tensor joined(const Tensors& tensors) {
@@ -284,18 +268,24 @@ class Queue {
     changed_.notify_all();
   }
 
-  // Not the tasks after it, for which the caller does not wait.
-  void run_until(Task& task) {
+  // Returns when the task runs or has run. The tasks after it are left, because the caller does not wait for them.
+  void run_until(const Task& task) {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!task.isCompleted()) {
-      step(lock, task.getSequencenumber());
+    while (!tasks_.empty() && tasks_.front()->getSequencenumber() <= task.getSequencenumber()) {
+      step(lock);
     }
   }
 
   void run_until_closed() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!closed_ || !tasks_.empty()) {
-      step(lock);
+      if (tasks_.empty()) {
+        changed_.wait(lock);
+        // A caller that waits for its task at once runs it itself. That saves two changes of threads.
+        changed_.wait_for(lock, std::chrono::microseconds(50), [this] { return closed_ || tasks_.size() > 1; });
+      } else {
+        step(lock);
+      }
     }
   }
 
@@ -316,9 +306,9 @@ class Queue {
   }
 
  private:
-  // Runs the next task if its number is at most `last`; otherwise waits for a change.
-  void step(std::unique_lock<std::mutex>& lock, uint64_t last = UINT64_MAX) {
-    if (busy_ || tasks_.empty() || tasks_.front()->getSequencenumber() > last) {
+  // Runs the next task; if one runs, waits for a change instead.
+  void step(std::unique_lock<std::mutex>& lock) {
+    if (busy_) {
       changed_.wait(lock);
       return;
     }
@@ -335,7 +325,6 @@ class Queue {
     task->end(error);
     task.reset();
     lock.lock();
-    changed_.notify_all();
   }
 
   std::mutex mutex_;
@@ -430,14 +419,13 @@ class HvdBackend : public c10d::Backend {
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors,
                                           const c10d::AllreduceCoalescedOptions& options) override {
     Reducing how;
-    int64_t elements = 0;
     for (auto& tensor : tensors) {
-      elements += tensor.numel();
       TORCH_CHECK(is_plain(tensor) && reduces(tensor.scalar_type(), options.reduceOp, how),
                   "allreduce_coalesced has a tensor of ", tensor.scalar_type(), " on ", tensor.device(),
                   "; expected numbers on the CPU, and a reduction that they have.");
     }
-    const auto call = call_of(OpType::ALLREDUCE_COALESCED, tensors.at(0), elements, (int)options.reduceOp.op_);
+    const auto call =
+        call_of(OpType::ALLREDUCE_COALESCED, tensors.at(0), elements_of(tensors), (int)options.reduceOp.op_);
     return submit(OpType::ALLREDUCE_COALESCED, call, tensors, options, [this, tensors, options] {
       for (auto& tensor : tensors) {
         Reducing each;
@@ -475,12 +463,10 @@ class HvdBackend : public c10d::Backend {
                                                       const c10d::AllgatherOptions& options) override {
     TORCH_CHECK(outputs.size() == inputs.size() && !inputs.empty(), "allgather_into_tensor_coalesced has ",
                 outputs.size(), " outputs and ", inputs.size(), " inputs; expected as many, and at least one.");
-    int64_t elements = 0;
     for (size_t i = 0; i < inputs.size(); ++i) {
       check_gather(outputs[i], inputs[i]);
-      elements += inputs[i].numel();
     }
-    const auto call = call_of(OpType::ALLGATHER_COALESCED, inputs[0], elements);
+    const auto call = call_of(OpType::ALLGATHER_COALESCED, inputs[0], elements_of(inputs));
     return submit(OpType::ALLGATHER_COALESCED, call, outputs, options, [this, outputs, inputs] {
       for (size_t i = 0; i < inputs.size(); ++i) {
         gather(outputs[i], inputs[i]);
@@ -489,20 +475,11 @@ class HvdBackend : public c10d::Backend {
   }
 
   intrusive_ptr<Work> allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    TORCH_CHECK(inputs.size() == 1 && outputs.size() == 1 && (int)outputs[0].size() == size_,
-                "allgather expects one input, and a list with an output for each of the ", size_, " ranks.");
+    TORCH_CHECK(inputs.size() == 1 && outputs.size() == 1, "allgather expects one input and one list of outputs.");
     const auto input = inputs[0];
     const auto list = outputs[0];
-    int64_t elements = 0;
-    bool plain = is_plain(input);
-    for (auto& output : list) {
-      TORCH_CHECK(output.scalar_type() == input.scalar_type(), "allgather has an input of ", input.scalar_type(),
-                  " and an output of ", output.scalar_type(), "; expected the same dtype.");
-      plain = plain && is_plain(output);
-      elements += output.numel();
-    }
-    TORCH_CHECK(list[(size_t)rank_].numel() == input.numel(), "allgather has an input of ", input.numel(),
-                " elements, and an output of ", list[(size_t)rank_].numel(), " for it.");
+    const bool plain = check_list("allgather", list, input);
+    const int64_t elements = elements_of(list);
     const auto call = call_of(OpType::ALLGATHER, input, elements);
     if (!plain) {
       return delegate(OpType::ALLGATHER, call, list, [=](c10d::Backend& inner, Tensors given) {
@@ -538,17 +515,15 @@ class HvdBackend : public c10d::Backend {
                                                       const c10d::ReduceScatterOptions& options) override {
     TORCH_CHECK(outputs.size() == inputs.size() && !inputs.empty(), "reduce_scatter_tensor_coalesced has ",
                 outputs.size(), " outputs and ", inputs.size(), " inputs; expected as many, and at least one.");
-    int64_t elements = 0;
     std::vector<Reducing> hows(inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
       check_scatter(outputs[i], inputs[i]);
       TORCH_CHECK(is_plain(inputs[i]) && reduces(inputs[i].scalar_type(), options.reduceOp, hows[i]),
                   "reduce_scatter_tensor_coalesced has a tensor of ", inputs[i].scalar_type(), " on ",
                   inputs[i].device(), "; expected numbers on the CPU, and a reduction that they have.");
-      elements += inputs[i].numel();
     }
-    const auto call =
-        call_of(OpType::REDUCE_SCATTER_TENSOR_COALESCED, inputs[0], elements, (int)options.reduceOp.op_);
+    const auto call = call_of(OpType::REDUCE_SCATTER_TENSOR_COALESCED, inputs[0], elements_of(inputs),
+                              (int)options.reduceOp.op_);
     return submit(OpType::REDUCE_SCATTER_TENSOR_COALESCED, call, outputs, options, [this, outputs, inputs, hows] {
       for (size_t i = 0; i < inputs.size(); ++i) {
         scatter(outputs[i], inputs[i], hows[i]);
@@ -558,21 +533,12 @@ class HvdBackend : public c10d::Backend {
 
   intrusive_ptr<Work> reduce_scatter(Tensors& outputs, Lists& inputs,
                                      const c10d::ReduceScatterOptions& options) override {
-    TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1 && (int)inputs[0].size() == size_,
-                "reduce_scatter expects one output, and a list with an input for each of the ", size_, " ranks.");
+    TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1,
+                "reduce_scatter expects one output and one list of inputs.");
     const auto output = outputs[0];
     const auto list = inputs[0];
-    int64_t elements = 0;
-    bool plain = is_plain(output);
-    for (auto& input : list) {
-      TORCH_CHECK(output.scalar_type() == input.scalar_type(), "reduce_scatter has an input of ",
-                  input.scalar_type(), " and an output of ", output.scalar_type(), "; expected the same dtype.");
-      plain = plain && is_plain(input);
-      elements += input.numel();
-    }
-    TORCH_CHECK(list[(size_t)rank_].numel() == output.numel(), "reduce_scatter has an output of ", output.numel(),
-                " elements, and an input of ", list[(size_t)rank_].numel(), " for it.");
-    const auto call = call_of(OpType::REDUCE_SCATTER, output, elements, (int)options.reduceOp.op_);
+    const bool plain = check_list("reduce_scatter", list, output);
+    const auto call = call_of(OpType::REDUCE_SCATTER, output, elements_of(list), (int)options.reduceOp.op_);
     Reducing how;
     if (!plain || !reduces(output.scalar_type(), options.reduceOp, how)) {
       return delegate(OpType::REDUCE_SCATTER, call, outputs, [=](c10d::Backend& inner, Tensors given) {
@@ -605,16 +571,9 @@ class HvdBackend : public c10d::Backend {
   }
 
   intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    TORCH_CHECK((int)inputs.size() == size_ && (int)outputs.size() == size_, "alltoall has ", inputs.size(),
-                " inputs and ", outputs.size(), " outputs; expected one for each of the ", size_, " ranks.");
-    for (auto& tensor : inputs) {
-      TORCH_CHECK(is_plain(tensor) && tensor.scalar_type() == inputs[0].scalar_type(),
-                  "alltoall expects tensors of one dtype on the CPU.");
-    }
-    for (auto& tensor : outputs) {
-      TORCH_CHECK(is_plain(tensor) && tensor.scalar_type() == inputs[0].scalar_type(),
-                  "alltoall expects tensors of one dtype on the CPU.");
-    }
+    const auto& kept = inputs.at((size_t)rank_);
+    TORCH_CHECK(check_list("alltoall", inputs, kept) && check_list("alltoall", outputs, kept),
+                "alltoall expects tensors on the CPU.");
     return submit(OpType::ALLTOALL, call_of(OpType::ALLTOALL, inputs[0], 0), outputs, options,
                   [this, outputs, inputs] {
       const size_t size = inputs[0].element_size();
@@ -806,6 +765,22 @@ class HvdBackend : public c10d::Backend {
     return Parts(std::move(bytes));
   }
 
+  // Checks a list with a tensor for each rank, of which one has the shape of `own`. Returns whether all are plain.
+  bool check_list(const char* name, const Tensors& list, const at::Tensor& own) const {
+    TORCH_CHECK((int)list.size() == size_, name, " has a list of ", list.size(),
+                " tensors; expected one for each of the ", size_, " ranks.");
+    bool plain = is_plain(own);
+    for (auto& tensor : list) {
+      TORCH_CHECK(tensor.scalar_type() == own.scalar_type(), name, " has tensors of ", own.scalar_type(), " and ",
+                  tensor.scalar_type(), "; expected the same dtype.");
+      plain = plain && is_plain(tensor);
+    }
+    const auto& same = list[(size_t)rank_];
+    TORCH_CHECK(same.numel() == own.numel(), name, " has tensors of ", own.numel(), " and ", same.numel(),
+                " elements for rank ", rank_, " of the group; expected the same number.");
+    return plain;
+  }
+
   void check_gather(const at::Tensor& output, const at::Tensor& input) const {
     TORCH_CHECK(is_plain(input) && is_plain(output) && input.scalar_type() == output.scalar_type() &&
                     output.numel() == size_ * input.numel(),
@@ -866,12 +841,23 @@ class HvdBackend : public c10d::Backend {
     return task;
   }
 
-  // Lets Gloo run a collective, after the ranks of each host have compared their calls.
+  // Lets Gloo run a collective, after the ranks have compared their calls.
   template <typename Run>
   intrusive_ptr<Work> delegate(OpType operation, const HostGroup::Call& call, const Tensors& tensors, Run run) {
     return submit(operation, call, tensors, c10d::AllreduceOptions(), [this, tensors, run] {
-      group_->post(nullptr, nullptr, Board::kElsewhere);
-      run(*inner_, tensors)->wait();
+      group_->post(nullptr, 0, nullptr);
+      group_->compare_hosts();
+      Tensors dense;  // Gloo ignores strides
+      for (auto& tensor : tensors) {
+        dense.push_back(tensor.layout() == at::kStrided ? tensor.contiguous() : tensor);
+      }
+      run(*inner_, dense)->wait();
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        if (!dense[i].is_same(tensors[i])) {
+          at::AutoDispatchBelowADInplaceOrView guard;
+          tensors[i].copy_(dense[i]);
+        }
+      }
     });
   }
 
@@ -891,7 +877,9 @@ class HvdBackend : public c10d::Backend {
       abort_inner();
     }
     queue_->finish();
-    if (thread_.joinable()) {
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();  // a callback has dropped the last reference to the group
+    } else if (thread_.joinable()) {
       thread_.join();
     }
     group_->peers().disconnect();

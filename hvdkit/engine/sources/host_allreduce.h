@@ -44,16 +44,19 @@ class GroupAllreduce {
   bool run(const void* input, void* output, size_t count, Element element, double factor,
            Wire wire, Reduction reduction = Reduction::kSum) {
     const size_t bytes = count * size_of(element);
-    if (peers_.hosts() == 1 && bytes <= kMaxBoardBytes) {
-      // Each rank adds up the boards of all.
-      sum_to_all(element, group_.post_small(input, bytes), {output}, count, factor, reduction);
-      return true;
-    }
     // Sums are written into the inputs of the other ranks.
     const bool in_place = input == output;
-    auto posts = group_.post(input, output, in_place ? group_.offset_of(output, bytes)
-                                                     : Board::kElsewhere);
-    bool shared = HostGroup::all_in_arenas(posts);
+    auto posts = group_.post(input, bytes, output, in_place ? group_.offset_of(output, bytes) : Board::kElsewhere);
+    if (HostGroup::all_on_boards(posts)) {
+      // Each rank adds up all of them.
+      std::vector<const void*> inputs(peers_.size());
+      for (size_t i = 0; i < peers_.size(); ++i) {
+        inputs[i] = group_.input(posts, i, 0, bytes);
+      }
+      sum_to_all(element, inputs, {output}, count, factor, reduction);
+      return true;
+    }
+    const bool shared = HostGroup::all_in_arenas(posts);
     if (!shared && !peers_.readable()) {
       return false;
     }
@@ -64,7 +67,7 @@ class GroupAllreduce {
  private:
   // One allreduce.
   struct Job {
-    const std::vector<Board::Post>& posts;
+    const HostGroup::Posts& posts;
     bool shared;  // all tensors are in arenas
     Element element;
     size_t size;  // of an element
@@ -138,30 +141,17 @@ class GroupAllreduce {
 
   // Adds a chunk of the tensors of this host, into the own output, or into all of them.
   void add_on_host(const Job& job, size_t begin, size_t n, double factor, bool to_all) {
+    progress_.check();
     std::vector<const void*> inputs(peers_.size());
-    std::vector<void*> outputs{own_output(job, begin)};
-    if (job.shared) {
-      progress_.check();
-      for (size_t i = 0; i < peers_.size(); ++i) {
-        inputs[i] = in_arena(job, i, begin);
-      }
+    std::vector<void*> outputs;
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      inputs[i] = group_.input(job.posts, i, begin * job.size, n * job.size);
       if (to_all) {
-        outputs.clear();
-        for (size_t i = 0; i < peers_.size(); ++i) {
-          outputs.push_back(in_arena(job, i, begin));
-        }
+        outputs.push_back(in_arena(job, i, begin));
       }
-    } else {
-      scratch_.resize(kChunk * peers_.size());
-      for (size_t i = 0; i < peers_.size(); ++i) {
-        if ((int)i == peers_.local_rank()) {
-          inputs[i] = (char*)job.posts[i].input + begin * job.size;
-        } else {
-          char* copy = scratch_.data() + kChunk * i;
-          group_.read(i, copy, job.posts[i].input + begin * job.size, n * job.size);
-          inputs[i] = copy;
-        }
-      }
+    }
+    if (!to_all) {
+      outputs = {own_output(job, begin)};
     }
     if (inputs.size() > 1 || factor != 1.0 || inputs[0] != outputs[0]) {
       sum_to_all(job.element, inputs, outputs, n, factor, job.reduction);
@@ -241,7 +231,7 @@ class GroupAllreduce {
       });
     }
     const size_t bytes = job.wire_bytes(part_of(job, flight, peers_.host()).count);
-    flight.received = group_.buffer(flight.number % kFlights, bytes * peers_.hosts());
+    flight.received = group_.buffer(peers_.size() + flight.number % kFlights, bytes * peers_.hosts());
     flight.sums = group_.network().channel(wire_memory(job, flight), job.wire_bytes(flight.count));
     flight.parts = group_.network().channel(flight.received, bytes * peers_.hosts());
     flight.results = group_.network().channel(wire_memory(job, flight), job.wire_bytes(flight.count));
@@ -340,7 +330,6 @@ class GroupAllreduce {
   HostGroup& group_;
   HostPeers& peers_;
   HostProgress& progress_;
-  std::vector<char> scratch_;
   std::vector<float> decoded_;
 };
 

@@ -67,19 +67,19 @@ inline int new_memory_file(const char* name, std::string& problem) {
   return file;
 }
 
-// Tensors up to this size, in bytes, are copied to the board, wherever they are.
-constexpr size_t kMaxBoardBytes = 1024;
+// Inputs up to this size, in bytes, are copied to the board: then the ranks of a host wait for each other once.
+constexpr size_t kMaxBoardBytes = 64 << 10;
 
-// A rank's control data in one group: its progress, and the addresses of its current tensor. The other ranks
-// of the host read it.
+// A rank's control data in one group: its progress, and its current tensor or the tensor's addresses. The other
+// ranks of the host read it.
 struct Board {
-  // The addresses of one tensor. `offset` is its offset in the rank's arena, or kElsewhere. `call` tells
+  // One tensor. `offset` is the input's offset in the rank's arena, kOnBoard or kElsewhere. `call` tells
   // collectives apart: see HostGroup::expect.
   struct Post {
     uint64_t offset, input, output;
     uint64_t call[2];
   };
-  static constexpr uint64_t kElsewhere = ~0ull;
+  static constexpr uint64_t kElsewhere = ~0ull, kOnBoard = kElsewhere - 1;
 
   alignas(64) std::atomic<uint32_t> progress;  // a futex
   std::atomic<uint32_t> waiters;               // threads that sleep until `progress` changes
@@ -148,8 +148,8 @@ class Mapping {
 // collective when another one has left.
 class Boards {
  public:
-  static constexpr size_t kSlots = 4096, kSlotBytes = 4096, kBytes = (kSlots + 1) * kSlotBytes;
-  static_assert(sizeof(Board) <= kSlotBytes, "a board has a page");
+  static constexpr size_t kPage = 4096, kSlots = 4096, kSlotBytes = (sizeof(Board) + kPage - 1) / kPage * kPage;
+  static constexpr size_t kBytes = kPage + kSlots * kSlotBytes;
 
   // Never destroyed, as Arena.
   static Boards& instance() {
@@ -173,7 +173,7 @@ class Boards {
     }
     if (slot == reserved_) {
       // If the system had no page at the first access, the process would end with SIGBUS.
-      if (!reserve(slot + 1)) {
+      if (!reserve(kPage + slot * kSlotBytes, kSlotBytes)) {
         problem = std::string("fallocate: ") + std::strerror(errno);
         return -1;
       }
@@ -188,7 +188,7 @@ class Boards {
 
   Board& board(size_t slot) const { return board_in(base_, slot); }
   static Board& board_in(char* base, size_t slot) {
-    return *reinterpret_cast<Board*>(base + (slot + 1) * kSlotBytes);
+    return *reinterpret_cast<Board*>(base + kPage + slot * kSlotBytes);
   }
 
   int file() const { return file_; }
@@ -217,7 +217,7 @@ class Boards {
     }
     file_ = file;
     void* base = MAP_FAILED;
-    if (ftruncate(file, kBytes) == 0 && reserve(0) &&
+    if (ftruncate(file, kBytes) == 0 && reserve(0, kPage) &&
         fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0) {
       base = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     }
@@ -237,8 +237,8 @@ class Boards {
     return true;
   }
 
-  bool reserve(size_t page) const {
-    return restarted([&] { return fallocate(file_, 0, (off_t)(page * kSlotBytes), kSlotBytes); }) == 0;
+  bool reserve(size_t offset, size_t bytes) const {
+    return restarted([&] { return fallocate(file_, 0, (off_t)offset, (off_t)bytes); }) == 0;
   }
 
   // The child has none of the groups. It may make new ones.

@@ -24,31 +24,6 @@ namespace hvdkit {
 
 namespace hvd = horovod::common;
 
-inline bool element_of(hvd::DataType type, Element& element) {
-  switch (type) {
-    case hvd::HOROVOD_FLOAT32:
-      element = Element::kFloat32;
-      return true;
-    case hvd::HOROVOD_FLOAT64:
-      element = Element::kFloat64;
-      return true;
-    case hvd::HOROVOD_FLOAT16:
-      element = Element::kFloat16;
-      return true;
-    case hvd::HOROVOD_BFLOAT16:
-      element = Element::kBfloat16;
-      return true;
-    case hvd::HOROVOD_INT32:
-      element = Element::kInt32;
-      return true;
-    case hvd::HOROVOD_INT64:
-      element = Element::kInt64;
-      return true;
-    default:
-      return false;
-  }
-}
-
 // The groups of all process sets, which the operations share.
 class HostCollectives {
  public:

@@ -26,7 +26,7 @@ namespace hvdkit {
 
 // What a rank sends to all ranks before the ranks of each host connect.
 struct RankInfo {
-  static constexpr uint64_t kVersion = 5;
+  static constexpr uint64_t kVersion = 6;
   uint64_t version = kVersion;
   uint64_t host = 0;     // a hash of the boot id and the network namespace
   uint64_t socket = 0;   // the name of the rank's socket
@@ -150,7 +150,7 @@ class HostPeers {
   bool shared() const { return shared_; }
 
   // The setting of the time in which a rank must answer.
-  const char* timeout_setting() const { return arena_ ? "HOROVOD_GLOO_TIMEOUT_SECONDS" : "the group's timeout"; }
+  const char* timeout_setting() const { return arena_ ? "HOROVOD_GLOO_TIMEOUT_SECONDS" : "the timeout of the group"; }
 
   // Whether the ranks of a host have mapped each other's arenas.
   bool share_arenas() const { return shared_ && arena_; }

@@ -84,8 +84,8 @@ class HostProgress {
     throw std::runtime_error(prefix() + description(rank, cause));
   }
 
-  [[noreturn]] void fail(size_t member, const std::string& what, Cause cause = kFailed) {
-    const int rank = peers_.rank_of(member);
+  // The same, because of a rank of any host.
+  [[noreturn]] void fail_for(int rank, const std::string& what, Cause cause = kFailed) {
     abandon(rank, cause);
     throw std::runtime_error(prefix() + peers_.name(rank) + " " + what);
   }

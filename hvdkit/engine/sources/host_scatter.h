@@ -32,6 +32,7 @@ class Parts {
   size_t count(int rank) const { return counts_[(size_t)rank]; }
   size_t begin(int rank) const { return begins_[(size_t)rank]; }
   const size_t* begins() const { return begins_.data(); }
+  size_t ranks() const { return counts_.size(); }
   size_t total() const { return begins_.back() + counts_.back(); }
 
  private:
@@ -50,28 +51,22 @@ class GroupReducescatter {
            Reduction reduction = Reduction::kSum) {
     const size_t size = size_of(element), bytes = parts.total() * size;
     const Slice own{parts.begin(group_.rank()), parts.count(group_.rank())};
-    if (peers_.hosts() == 1 && bytes <= kMaxBoardBytes) {
-      auto inputs = group_.post_small(input, bytes);
-      for (auto& each : inputs) {
-        each = (const char*)each + own.begin * size;
-      }
-      sum_to_all(element, inputs, {output}, own.count, factor, reduction);
-      return true;
-    }
-    auto posts = group_.post(input, output, group_.offset_of(input, bytes));
-    const bool shared = HostGroup::all_in_arenas(posts);
-    if (!shared && !peers_.readable()) {
+    auto posts = group_.post(input, bytes, output, group_.offset_of(input, bytes));
+    const bool on_boards = HostGroup::all_on_boards(posts);
+    if (!on_boards && !HostGroup::all_in_arenas(posts) && !peers_.readable()) {
       return false;
     }
     group_.guarded([&] {
-      const Job job{posts, shared, element, size, reduction};
+      const Job job{posts, element, size, reduction};
       if (peers_.hosts() > 1) {
         reduce_between_hosts(job, parts, own, output, factor);
       } else {
         add_on_host(job, own, output, factor);
       }
       // Until then, the others read the input of this rank.
-      progress_.synchronize();
+      if (!on_boards) {
+        progress_.synchronize();
+      }
     });
     return true;
   }
@@ -82,8 +77,7 @@ class GroupReducescatter {
   };
 
   struct Job {
-    const std::vector<Board::Post>& posts;
-    bool shared;  // all inputs are in arenas
+    const HostGroup::Posts& posts;
     Element element;
     size_t size;  // of an element
     Reduction reduction;
@@ -95,20 +89,10 @@ class GroupReducescatter {
     std::vector<const void*> inputs(peers_.size());
     for (size_t done = 0; done < slice.count; done += chunk) {
       const size_t n = std::min(chunk, slice.count - done);
-      const size_t at = (slice.begin + done) * job.size;
-      for (size_t i = 0; i < peers_.size(); ++i) {
-        if (job.shared) {
-          inputs[i] = group_.in_arena(i, job.posts[i].offset) + at;
-        } else if ((int)i == peers_.local_rank()) {
-          inputs[i] = (const char*)job.posts[i].input + at;
-        } else {
-          scratch_.resize(HostGroup::kChunk * peers_.size());
-          char* copy = scratch_.data() + HostGroup::kChunk * i;
-          group_.read(i, copy, job.posts[i].input + at, n * job.size);
-          inputs[i] = copy;
-        }
-      }
       progress_.check();
+      for (size_t i = 0; i < peers_.size(); ++i) {
+        inputs[i] = group_.input(job.posts, i, (slice.begin + done) * job.size, n * job.size);
+      }
       sum_to_all(job.element, inputs, {(char*)output + done * job.size}, n, factor, job.reduction);
     }
   }
@@ -165,7 +149,6 @@ class GroupReducescatter {
   HostGroup& group_;
   HostPeers& peers_;
   HostProgress& progress_;
-  std::vector<char> scratch_;
 };
 
 class GroupAllgather {
@@ -182,9 +165,9 @@ class GroupAllgather {
   // this rank's part of the output.
   // Throws std::exception if a rank has died or does not answer.
   void run(const void* input, void* output, const Parts& parts) {
-    auto posts = group_.post(input, output, Board::kElsewhere);
+    const int rank = group_.rank();
+    auto posts = group_.post(input, parts.count(rank), output);
     group_.guarded([&] {
-      const int rank = group_.rank();
       auto at = [&](int owner) { return (char*)output + parts.begin(owner); };
       auto arrivals = group_.network().channel(output, parts.total());
       auto departures = group_.network().channel(const_cast<void*>(input), parts.count(rank));
@@ -200,12 +183,12 @@ class GroupAllgather {
       for (size_t step = 1; step < peers_.size(); ++step) {
         const size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
         const int owner = peers_.rank_of(i);
-        if (parts.count(owner)) {
-          group_.read(i, at(owner), posts[i].input, parts.count(owner));
-        }
+        group_.copy(posts, i, at(owner), 0, parts.count(owner));
       }
       group_.wait(*arrivals);
-      progress_.synchronize();
+      if (!HostGroup::all_on_boards(posts)) {
+        progress_.synchronize();
+      }
       if (peers_.hosts() > 1) {
         read_from_others(posts, output, parts);
         group_.wait(*departures);
@@ -217,7 +200,7 @@ class GroupAllgather {
 
  private:
   // Reads, from the other ranks of this host, the parts that they have received from other hosts.
-  void read_from_others(const std::vector<Board::Post>& posts, void* output, const Parts& parts) {
+  void read_from_others(const HostGroup::Posts& posts, void* output, const Parts& parts) {
     for (size_t step = 1; step < peers_.size(); ++step) {
       const size_t i = ((size_t)peers_.local_rank() + step) % peers_.size();
       peers_.for_other_hosts([&](size_t host) {
@@ -247,7 +230,16 @@ class GroupAlltoall {
   // memory. Throws std::exception if a rank has died or does not answer.
   void run(const void* input, const Parts& sent, void* output, const Parts& received) {
     const int rank = group_.rank();
-    auto posts = group_.post(input, const_cast<size_t*>(sent.begins()), Board::kElsewhere);
+    // On a board, the begins of the parts precede the input.
+    const size_t head = sent.ranks() * sizeof(size_t), bytes = head + sent.total();
+    std::vector<char> both;
+    if (bytes <= kMaxBoardBytes) {
+      both.resize(bytes);
+      std::copy_n((const char*)sent.begins(), head, both.data());
+      std::copy_n((const char*)input, sent.total(), both.data() + head);
+    }
+    auto posts = group_.post(peers_.hosts() > 1 || both.empty() ? input : both.data(), bytes,
+                             const_cast<size_t*>(sent.begins()));
     group_.guarded([&] {
       auto departures = group_.network().channel(const_cast<void*>(input), sent.total());
       auto arrivals = group_.network().channel(output, received.total());
@@ -264,14 +256,21 @@ class GroupAlltoall {
         const int from = peers_.rank_of(i);
         if (received.count(from)) {
           size_t begin;
-          group_.read(i, &begin, posts[i].output + (size_t)rank * sizeof begin, sizeof begin);
-          group_.read(i, (char*)output + received.begin(from), posts[i].input + begin, received.count(from));
+          if (posts[i].offset == Board::kOnBoard) {
+            group_.copy(posts, i, &begin, (size_t)rank * sizeof begin, sizeof begin);
+            begin += head;
+          } else {
+            group_.read(i, &begin, posts[i].output + (size_t)rank * sizeof begin, sizeof begin);
+          }
+          group_.copy(posts, i, (char*)output + received.begin(from), begin, received.count(from));
         }
       }
       group_.wait(*arrivals);
       group_.wait(*departures);
       // Until then, the others read the input of this rank.
-      group_.progress().synchronize();
+      if (!HostGroup::all_on_boards(posts)) {
+        group_.progress().synchronize();
+      }
     });
   }
 
@@ -296,12 +295,13 @@ class GroupBroadcast {
       ++root_host;
     }
     const int source = root_host == peers_.host() ? root : hosts[peers_.host()][0];
-    auto posts = group_.post(memory, memory, Board::kElsewhere);
+    const bool has_data = group_.rank() == source;
+    auto posts = group_.post(has_data ? memory : nullptr, has_data ? bytes : 0, nullptr);
     group_.guarded([&] {
       auto channel = group_.network().channel(memory, bytes);
       if (group_.rank() == root) {
         peers_.for_other_hosts([&](size_t host) { channel->send(hosts[host][0], kTag, 0, bytes); });
-      } else if (group_.rank() == source) {
+      } else if (has_data) {
         channel->receive(root, kTag, 0, bytes);
       }
       group_.wait(*channel);
@@ -309,11 +309,12 @@ class GroupBroadcast {
       if (peers_.host() != root_host) {
         group_.progress().synchronize();
       }
-      if (group_.rank() != source && bytes) {
-        const size_t from = peers_.member_of(source);
-        group_.read(from, memory, posts[from].input, bytes);
+      if (!has_data) {
+        group_.copy(posts, peers_.member_of(source), memory, 0, bytes);
       }
-      group_.progress().synchronize();
+      if (!HostGroup::all_on_boards(posts)) {
+        group_.progress().synchronize();
+      }
     });
   }
 
@@ -330,9 +331,12 @@ class GroupBarrier {
 
   // Waits until all ranks have called it. Throws std::exception if a rank has died or does not answer.
   void run() {
-    group_.post(nullptr, nullptr, Board::kElsewhere);
+    group_.post(nullptr, 0, nullptr);
+    if (peers_.hosts() == 1) {
+      return;
+    }
     group_.guarded([&] {
-      if (peers_.hosts() > 1 && peers_.local_rank() == 0) {
+      if (peers_.local_rank() == 0) {
         std::vector<char> bytes(peers_.hosts());
         auto channel = group_.network().channel(bytes.data(), bytes.size());
         peers_.for_other_hosts([&](size_t host) {

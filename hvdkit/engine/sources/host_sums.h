@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <type_traits>
 #include <vector>
 
@@ -21,6 +22,18 @@ constexpr int kSumOrder = 3;
 enum class Reduction { kSum, kMin, kMax, kProduct };
 
 enum class Element { kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64 };
+
+// Returns whether the collectives can add elements of a dtype, which has Horovod's number.
+inline bool element_of(int type, Element& element) {
+  static const std::map<int, Element> elements = {{4, Element::kInt32},   {5, Element::kInt64},
+                                                  {6, Element::kFloat16}, {7, Element::kFloat32},
+                                                  {8, Element::kFloat64}, {10, Element::kBfloat16}};
+  const auto found = elements.find(type);
+  if (found != elements.end()) {
+    element = found->second;
+  }
+  return found != elements.end();
+}
 
 inline size_t size_of(Element element) {
   switch (element) {

@@ -1,6 +1,7 @@
 // Collectives of five ranks on two hosts over a network that sends and receives as late as it may.
 //
 //   host_group_driver sums SEED ROUNDS: compares all collectives with the right values
+//   host_group_driver host SEED ROUNDS: the same, with all ranks on one host
 //   host_group_driver slow: a gather that takes longer than the timeout, in slow pieces
 //
 // Needs root, for the second host.
@@ -351,7 +352,11 @@ static void check_sums(Job& job, int rank, unsigned seed, int rounds) {
   }
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
-    check_round(job, *groups[(size_t)round % 2], rank, round, random);
+    auto& group = *groups[(size_t)round % 2];
+    if (round % 2) {
+      group.expect({1, (uint64_t)round}, [](const HostGroup::Call&) { return std::string("a call"); });
+    }
+    check_round(job, group, rank, round, random);
   }
 }
 
@@ -383,7 +388,7 @@ static int run(Job& job, int rank, char** arguments) {
   try {
     if (std::strcmp(arguments[1], "slow") == 0) {
       check_slow(job, rank);
-    } else if (std::strcmp(arguments[1], "sums") == 0) {
+    } else if (std::strcmp(arguments[1], "separate") != 0) {
       check_sums(job, rank, (unsigned)std::atoi(arguments[2]), std::atoi(arguments[3]));
     } else {
       check_separate(job, rank, (unsigned)std::atoi(arguments[2]), std::atoi(arguments[3]));
@@ -400,7 +405,8 @@ int main(int, char** arguments) {
   auto& job = share<Job>();
   job.exchange.size = kRanks;
   job.second = &share<Job>();
-  for (int rank = 0; rank < kOnFirstHost; ++rank) {
+  const int on_first_host = std::strcmp(arguments[1], "host") == 0 ? kRanks : kOnFirstHost;
+  for (int rank = 0; rank < on_first_host; ++rank) {
     if (fork() == 0) {
       _exit(run(job, rank, arguments));
     }
@@ -409,7 +415,7 @@ int main(int, char** arguments) {
     std::perror("unshare");
     return 1;
   }
-  for (int rank = kOnFirstHost; rank < kRanks; ++rank) {
+  for (int rank = on_first_host; rank < kRanks; ++rank) {
     if (fork() == 0) {
       _exit(run(job, rank, arguments));
     }

@@ -21,7 +21,7 @@ def run(*command):
 
 
 @needs_root
-@pytest.mark.parametrize("collectives", ["sums", "separate"])
+@pytest.mark.parametrize("collectives", ["sums", "host", "separate"])
 def test_memory_is_not_changed_before_it_is_sent(driver, collectives):
     run(driver, collectives, "1", "40")
 
@@ -35,7 +35,7 @@ def test_a_rank_that_receives_for_longer_than_the_timeout_is_not_silent(driver):
 @needs_root
 @pytest.mark.long
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-@pytest.mark.parametrize("collectives", ["sums", "separate"])
+@pytest.mark.parametrize("collectives", ["sums", "host", "separate"])
 def test_with_sanitizers(build_driver, collectives, sanitizer):
     sanitized = build_driver("host_group_driver", f"-fsanitize={sanitizer}")
     for seed in range(5):
