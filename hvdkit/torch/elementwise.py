@@ -43,9 +43,9 @@ def steps_with_shares(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
     generator = torch.Generator().manual_seed(0)
     wholes = [[torch.randn(s, generator=generator) for s in _SHAPES] for _ in range(_STEPS + 1)]
     for p, gradient in zip(*wholes[:2], strict=True):
-        # AdamP and SGDP project the gradient where it is orthogonal to the parameter.
+        # AdamP and SGDP project the gradient where it is almost orthogonal to the parameter.
         rows, own = gradient.flatten(1), p.flatten(1)
-        rows -= own * (rows * own).sum(1, keepdim=True) / own.square().sum(1, keepdim=True)
+        rows -= 0.99 * own * (rows * own).sum(1, keepdim=True) / own.square().sum(1, keepdim=True)
     for tensors in wholes:
         for each in tensors:
             each[len(each) // 2 :] *= 100  # a mean or norm of the whole is not that of a share
