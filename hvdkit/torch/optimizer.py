@@ -331,7 +331,8 @@ def _sections(
     check_dense(names)
     if is_single_rank(process_set):
         return 1
-    if not steps_with_shares(optimizer):
+    trials = [steps_with_shares(optimizer, group) for group in optimizer.param_groups]
+    if not all(trials):
         if mpi_ops.rank() == process_set.ranks[0]:
             log.info(
                 "%s needs whole tensors: each rank updates some of the parameters, and gradients "

@@ -210,6 +210,8 @@ class Shards:
             length, begin = share(tensor.numel(), ranks), 0
             if tensor.is_complex():  # the engine sends real numbers
                 tensor, length = torch.view_as_real(tensor).view(-1), 2 * length
+            elif tensor.element_size() == 1:  # such as bool and float8
+                tensor = tensor.view(torch.uint8)
             most = max(BUCKET_BYTES // (ranks * tensor.element_size()), 1)
             message = filling.setdefault((tensor.dtype, tensor.device), [])
             while begin < length:
@@ -274,11 +276,12 @@ class Shards:
         with self.in_place_of_parameters():
             found = plain()
         parameters = self._reducer.parameters()
-        state = found["state"] = {key: dict(value) for key, value in found["state"].items()}
+        # Some optimizers have other entries, beside those of the parameters.
+        state = {k: dict(v) for k, v in found["state"].items() if isinstance(k, int)}
+        found["state"] = {**found["state"], **state}
         own = {
             (index, key): value
             for index, values in state.items()
-            if isinstance(index, int)
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
             and value.shape == self.share_of(parameters[index]).shape

@@ -45,6 +45,7 @@ from hvdkit.reduction.accumulation import Window
 from hvdkit.reduction.nonfinite import SKIP
 from hvdkit.torch import dynamo
 from hvdkit.torch.dtensors import is_dtensor, local
+from hvdkit.torch.elementwise import steps_with_shares
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
@@ -216,7 +217,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self.end_step()
                 self.zero_grad(set_to_none=False)  # a later pass must not add to them
                 return None
-            result = self._step(super().step, options)
+            result = self.step_shares(functools.partial(super().step, **options))
             result = loss if result is None else result
         else:
             reducing = self._reducing(closure) if self._should_synchronize else closure
@@ -236,19 +237,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.hvdkit_trial()
         return result
 
+    def step_shares(self, call: Callable[[], Any]) -> Any:
+        """Call a function that changes parameters, on the shares if there are any. A collective."""
+        if self.shards is None or self.shards.replaced is not None:
+            return call()
+        with self.shards.in_place_of_parameters():
+            result = call()
+        self.shards.send()
+        return result
+
     # Otherwise torch wraps this method to run step hooks. The plain class's step runs them already.
     step.hooked = True  # type: ignore[attr-defined]
     # Otherwise an LR scheduler wraps this method to set `_opt_called`.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _step(self, step: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """Make the plain optimizer's step, of the shares if there are any."""
-        if self.shards is None:
-            return step(**options)
-        with self.shards.in_place_of_parameters():
-            result = step(**options)
-        self.shards.send()
-        return result
 
     def _check_closure(self, closure: Callable[[], Any] | None) -> None:
         window = self.reducer.window
@@ -416,6 +417,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
         meshes = [p.device_mesh for p in own if is_dtensor(p)]
         super().add_param_group(param_group)
         try:
+            if type(self.shards) is Shards and not steps_with_shares(
+                self._plain, self.param_groups[-1]
+            ):
+                raise UsageError(
+                    "the options of the new group of a sharded optimizer need whole tensors, and "
+                    "those of its groups do not: expected this group when the optimizer is wrapped"
+                )
             for p in self.param_groups[-1]["params"]:
                 if p.requires_grad:  # other parameters are not reduced
                     known = is_dtensor(p) and p.device_mesh in meshes

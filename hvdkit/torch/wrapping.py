@@ -1,7 +1,8 @@
 """Make a wrapped optimizer of a plain one."""
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,18 @@ def check_attributes(plain: torch.optim.Optimizer) -> None:
         )
 
 
+# Methods of schedule-free optimizers, which change the parameters, as a step does.
+_SWITCHES = ("train", "eval")
+
+
+def _of_shares(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(self: WrappedOptimizer, *args: Any, **options: Any) -> Any:
+        return self.step_shares(functools.partial(method, self, *args, **options))
+
+    return called
+
+
 # Classes with attributes that all optimizers have.
 _BASES = (torch.optim.Optimizer, object)
 
@@ -68,8 +81,9 @@ def wrap(
         ranks: the arguments of `OptimizerReducer` that describe the ranks, for simulated ones.
     """
     kind = type(plain)
+    own = {name: _of_shares(getattr(kind, name)) for name in _SWITCHES if hasattr(kind, name)}
     cls: type[WrappedOptimizer] = type(
-        kind.__name__, (WrappedOptimizer, kind), {"__doc__": kind.__doc__}
+        kind.__name__, (WrappedOptimizer, kind), {"__doc__": kind.__doc__, **own}
     )
     optimizer = cls.__new__(cls)
     optimizer._wrap(plain)

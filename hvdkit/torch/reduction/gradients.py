@@ -173,7 +173,8 @@ class Gradients(Parameters):
                 if record.base is not None:
                     self._check_written(record, gradient)
             elif gradient is not None:
-                if participated or is_left(gradient):
+                divided = isinstance(gradient, DividedGradient)  # so it is reduced
+                if participated or divided or is_left(gradient):
                     record.base, record.parameter.grad = gradient, None
                 else:
                     record.local = True

@@ -215,6 +215,118 @@ def test_optimizers_that_need_whole_tensors(hvd, make):
     assert sum(shares) == len(results[1][1].state)
 
 
+class Queue(torch.optim.SGD):
+    """Has a list of gradients, which are no shares that a `state_dict` could complete."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1  # beside the parameters' state
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    queue = self.state[p].setdefault("queue", [])
+                    queue.append(p.grad.clone())
+                    p -= group["lr"] * sum(queue)
+
+
+class Mixed(torch.optim.SGD):
+    """Needs whole tensors in the groups with an option, like Muon with AdamW."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / (p.grad.norm() if group.get("whole") else 1)
+
+
+class Decay(torch.optim.SGD):
+    """Has a small term with the mean of a whole tensor, and one in the options."""
+
+    def __init__(self, parameters, lr, everyone=False):
+        super().__init__(parameters, lr)
+        self.everyone = everyone
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = p.grad.square().mean().sqrt()
+                    if self.everyone:
+                        group["seen"] = group.get("seen", 0.0) + float(mean)
+                    p.mul_(1 - 1e-6 / mean).sub_(p.grad, alpha=group["lr"])
+
+
+WHOLE = {
+    "queue": lambda p: Queue(p, lr=0.01),
+    "mixed": lambda p: Mixed([{"params": p[:2]}, {"params": p[2:], "whole": True}], lr=0.01),
+    "decay": lambda p: Decay(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("make", WHOLE)
+def test_the_trial_sees_what_needs_whole_tensors(hvd, make):
+    made = WHOLE[make]
+    sharded, plain = (train(hvd, lambda p: made([*p]), shard=s) for s in ("optimizer", None))
+    assert_equal(hvd, sharded, plain)
+
+
+def test_a_new_group_has_options_that_shares_can_use(hvd):
+    model = small_model()
+    first, *others = model.parameters()
+    optimizer = hvd.DistributedOptimizer(Mixed([first], lr=0.1), shard="optimizer")
+    with pytest.raises(UsageError, match="need whole tensors"):
+        optimizer.add_param_group({"params": others, "whole": True})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_gradients_that_are_set_to_zero(hvd):
+    results = []
+    for shard in ("optimizer", None):
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(MAKERS["sgd"](model.parameters()), shard=shard)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, batch_of(hvd.rank(), step, torch.float32)).backward()
+            optimizer.step()
+        results.append((model, optimizer))
+    assert_equal(hvd, *results)
+
+
+class Averaging(torch.optim.SGD):
+    """Moves the parameters between two points, like a schedule-free optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["seen"] = p.isfinite()  # a dtype that the engine does not send
+                state["mean"] = state["mean"].lerp(p, 0.1) if "mean" in state else p.clone()
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["mean"])
+
+
+class AveragingWhole(Averaging, Whole):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Averaging, AveragingWhole])
+def test_schedule_free_optimizers(hvd, kind):
+    results = []
+    for shard in ("optimizer", None):
+        model, optimizer = train(hvd, lambda p: kind(p, lr=0.05), shard=shard)
+        optimizer.eval()
+        results.append((model, optimizer))
+    assert_equal(hvd, *results)
+
+
 class Together(torch.optim.SGD):
     """Needs the gradients of all parameters."""
 
@@ -242,7 +354,14 @@ def test_what_cannot_be_divided_is_an_error(hvd):
     model = small_model()
     with pytest.raises(UsageError, match="depends on other parameters"):
         hvd.DistributedOptimizer(Together(model.parameters(), lr=0.1), shard="optimizer")
+    plain = Decay(model.parameters(), 0.1, everyone=True)
+    with pytest.raises(UsageError, match="depends on other parameters"):
+        hvd.DistributedOptimizer(plain, shard="optimizer")
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    around = torch.optim.SGD(model.parameters(), lr=0.1)
+    around.base = plain
+    with pytest.raises(UsageError, match="'base' of the SGD is another optimizer"):
+        hvd.DistributedOptimizer(around, shard="optimizer")
     with pytest.raises(UsageError, match="'optimizer' or None"):
         hvd.DistributedOptimizer(plain, shard="all")
     with pytest.raises(UsageError, match="whole gradients one by one"):
