@@ -178,7 +178,7 @@ class Shards:
             handle = mpi_ops._allgather_async(
                 rows[place],
                 rows.view(-1),
-                f"hvdkit.shards.{name}.{self._reducer.number}.{number}",
+                f"{self._prefix}.{name}.{number}",
                 self._collectives.process_set,
             )
             flying.append((handle, rows, message))
@@ -186,6 +186,12 @@ class Shards:
                 self._receive(*flying.pop(0))
         for each in flying:
             self._receive(*each)
+
+    @property
+    def _prefix(self) -> str:
+        """The prefix of the messages' names, the same on all ranks."""
+        first = self._reducer.gradients.parts[0].synchronizer
+        return f"{first.name if first.planned else 'hvdkit'}.shards"
 
     def _receive(self, handle: int, rows: torch.Tensor, message: Sequence[_Columns]) -> None:
         mpi_ops.synchronize(handle)

@@ -58,7 +58,7 @@ class TensorShards(Shards):
             handle = mpi_ops.broadcast_async_(
                 real,
                 self._collectives.ranks[owner],
-                f"hvdkit.shards.{self._reducer.number}.{number}",
+                f"{self._prefix}.{number}",
                 self._collectives.process_set,
             )
             flying.append((handle, flat, [] if owner == self._collectives.place else tensors))

@@ -432,3 +432,10 @@ def test_the_memory_of_hosts_keeps_no_shares(hvd):
         state.sync()
     with shared_folder(hvd) as folder, pytest.raises(UsageError, match="every_steps_in_memory"):
         hvd.Checkpointer(folder, model=model, optimizer=optimizer, every_steps_in_memory=1)
+
+
+def test_ranks_may_have_made_other_optimizers_before(hvd):
+    for _ in range(hvd.rank()):
+        train(hvd, MAKERS["sgd"], range(0), shard="optimizer")
+    sharded = train(hvd, MAKERS["sgd"], range(2), shard="optimizer")
+    assert_equal(hvd, sharded, train(hvd, MAKERS["sgd"], range(2)))
