@@ -41,7 +41,10 @@ def steps_with_shares(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
             f"optimizer, whose step would have whole parameters: expected shard=None"
         )
     generator = torch.Generator().manual_seed(0)
-    wholes = [[torch.randn(s, generator=generator) for s in _SHAPES] for _ in range(_STEPS + 1)]
+    wholes = [
+        [torch.randn(s, generator=generator, device="cpu") for s in _SHAPES]
+        for _ in range(_STEPS + 1)
+    ]
     for p, gradient in zip(*wholes[:2], strict=True):
         # AdamP and SGDP project the gradient where it is almost orthogonal to the parameter.
         rows, own = gradient.flatten(1), p.flatten(1)
