@@ -17,7 +17,7 @@ import pytest
 from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.host_steps import HostSteps, key_of
 from hvdkit.checkpoint.items import Plain
-from hvdkit.checkpoint.snapshot import SnapshotMemory
+from hvdkit.checkpoint.snapshot import SnapshotMemory, encoded
 from hvdkit.checkpoint.step_boundary import StepBoundary
 from hvdkit.elastic import parts, run
 from hvdkit.elastic.commits import Commits
@@ -32,7 +32,7 @@ from tests.simulated.ranks import SimulatedCollectives, SimulatedGroup, on_every
 def state_of(value):
     """Return the parts of a state."""
     items = {"model": Plain(lambda: {"array": np.full(300, value)}, print)}
-    return SnapshotMemory().copy({name: item.save() for name, item in items.items()})
+    return SnapshotMemory().copy(encoded({name: item.save() for name, item in items.items()}))
 
 
 def value_of(found):
