@@ -7,6 +7,7 @@ The optimizer's state belongs to the shares, so each rank has 1/n of it. A share
 parameter's memory: it begins at a fixed place, whatever the buckets are.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from horovod.torch import mpi_ops
 from hvdkit.agreement.consistency import gather
 from hvdkit.errors import UsageError
 from hvdkit.reduction.bucketing import BUCKET_BYTES, share
-from hvdkit.torch import shared_memory
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.divided_gradients import DividedGradient, in_memory_order, is_dense
+from hvdkit.torch.reduction.divided_memory import Buffers
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
 
 _NOT_DENSE = (
@@ -83,7 +84,7 @@ class Shards:
     def __init__(self, reducer: OptimizerReducer) -> None:
         self._reducer = reducer
         self.replaced: list[torch.nn.Parameter] | None = None
-        self._buffers: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._buffers = Buffers()
         self._collectives: TorchCollectives = reducer.collectives
         self.take_state()
 
@@ -168,11 +169,11 @@ class Shards:
             name: the name of the messages.
         """
         place, ranks = self._collectives.place, len(self._collectives.ranks)
-        flying: list[tuple[int, torch.Tensor, list[_Columns]]] = []
+        flying: list[tuple[int, torch.Tensor, torch.Tensor, list[_Columns]]] = []
         for number, message in enumerate(self._messages(tensors, ranks)):
-            width = sum(each.end - each.begin for each in message)
-            rows = self._buffer(message[0].tensor, number % IN_FLIGHT, ranks * width)
-            rows = rows[: ranks * width].view(ranks, width)
+            width, first = sum(each.end - each.begin for each in message), message[0].tensor
+            memory = self._buffers.take(ranks * width, first.dtype, first.device)
+            rows = memory[: ranks * width].view(ranks, width)
             for source, target in _pairs(message, rows, place):
                 target.copy_(source)
             handle = mpi_ops._allgather_async(
@@ -181,7 +182,7 @@ class Shards:
                 f"{self._prefix}.{name}.{number}",
                 self._collectives.process_set,
             )
-            flying.append((handle, rows, message))
+            flying.append((handle, memory, rows, message))
             if len(flying) == IN_FLIGHT:
                 self._receive(*flying.pop(0))
         for each in flying:
@@ -193,25 +194,20 @@ class Shards:
         first = self._reducer.gradients.parts[0].synchronizer
         return f"{first.name if first.planned else 'hvdkit'}.shards"
 
-    def _receive(self, handle: int, rows: torch.Tensor, message: Sequence[_Columns]) -> None:
+    def _receive(
+        self, handle: int, memory: torch.Tensor, rows: torch.Tensor, message: Sequence[_Columns]
+    ) -> None:
         mpi_ops.synchronize(handle)
         for target, source in _pairs(message, rows):
             target.copy_(source)
-
-    def _buffer(self, like: torch.Tensor, number: int, elements: int) -> torch.Tensor:
-        """Return memory for a message."""
-        if like.device.type != "cpu":
-            return torch.empty(elements, dtype=like.dtype, device=like.device)
-        found = self._buffers.get((like.dtype, number))
-        if found is None or found.numel() < elements:
-            found = shared_memory.empty(elements, like.dtype)
-            self._buffers[like.dtype, number] = found
-        return found
+        self._buffers.give_back(memory)
 
     @staticmethod
     def _messages(tensors: Sequence[torch.Tensor], ranks: int) -> Iterator[list[_Columns]]:
         """Divide tensors into messages of one dtype and at most about `BUCKET_BYTES`."""
         filling: dict[tuple[torch.dtype, torch.device], list[_Columns]] = {}
+        # Added up once for each tensor: a message may have many small ones.
+        filled: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for tensor in tensors:
             length, begin = share(tensor.numel(), ranks), 0
             if tensor.is_complex():  # the engine sends real numbers
@@ -219,16 +215,18 @@ class Shards:
             elif tensor.element_size() == 1:  # such as bool and float8
                 tensor = tensor.view(torch.uint8)
             most = max(BUCKET_BYTES // (ranks * tensor.element_size()), 1)
-            message = filling.setdefault((tensor.dtype, tensor.device), [])
+            kind = tensor.dtype, tensor.device
+            message = filling.setdefault(kind, [])
             while begin < length:
-                room = most - sum(each.end - each.begin for each in message)
-                end = min(length, begin + room)
+                end = min(length, begin + most - filled[kind])
                 if end > begin:
                     message.append(_Columns(tensor, length, begin, end))
+                    filled[kind] += end - begin
                 begin = end
                 if begin < length:
                     yield list(message)
                     message.clear()
+                    filled[kind] = 0
         yield from (message for message in filling.values() if message)
 
     def unscale(self, unscale: Callable[[], Mapping[torch.device, torch.Tensor]]) -> Any:
