@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -142,16 +142,20 @@ def _sent(device: str) -> int:
     return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
-def main() -> None:
-    """Make all steps in turns, and print the result."""
-    names, turns, device = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    groups = {name: dist.new_group(backend=name) for name in BACKENDS}
-    steps: dict[str, Callable[[], None]] = {}
-    for name in names:
-        for backend, group in groups.items():
-            steps[f"{name} {backend}"] = VARIANTS[name](group)
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], turns: int, device: str
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Make steps in turns, in random order.
+
+    Args:
+        steps: name -> makes the step, on all ranks.
+        turns: the number of measured steps of each.
+        device: a network interface of this host.
+
+    Returns:
+        By name, the seconds of each step, in which the slowest rank counts; and the bytes that the
+        interface has sent in these steps.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     sent = dict.fromkeys(steps, 0)
     draw = random.Random(0)
@@ -167,6 +171,20 @@ def main() -> None:
             if turn >= 0:
                 seconds[name].append(slowest.item())
                 sent[name] += bytes_after - bytes_before
+    return seconds, sent
+
+
+def main() -> None:
+    """Make all steps in turns, and print the result."""
+    names, turns, device = sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {name: dist.new_group(backend=name) for name in BACKENDS}
+    steps: dict[str, Callable[[], None]] = {}
+    for name in names:
+        for backend, group in groups.items():
+            steps[f"{name} {backend}"] = VARIANTS[name](group)
+    seconds, sent = in_turns(steps, turns, device)
     if dist.get_rank() == 0:
         size = 4 * sum(p.numel() for p in _model().parameters())
         print(json.dumps({"seconds": seconds, "sent": sent, "model_bytes": size}))

@@ -7,10 +7,9 @@ step of each variant (the slowest rank counts), the bytes that the network inter
 first rank's host has sent in these steps, and the bytes of the first rank's optimizer state.
 """
 
+import functools
 import json
-import random
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hvdkit.torch as hvd
-from benchmarks.torch_backends import _TOKENS, _WARM_STEPS, _WIDTH, _model, _sent
+from benchmarks.torch_backends import _TOKENS, _WIDTH, _model, in_turns
 
 _Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -80,24 +79,14 @@ def main() -> None:
     made = {name: VARIANTS[name]() for name in names}
     generator = torch.Generator().manual_seed(dist.get_rank())
     data = torch.randn(1, _TOKENS, _WIDTH, generator=generator)
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    sent = dict.fromkeys(made, 0)
-    draw = random.Random(0)
-    for turn in range(-_WARM_STEPS, turns):
-        for name in draw.sample(sorted(made), len(made)):
-            model, optimizer = made[name]
-            dist.barrier()
-            bytes_before, began = _sent(device), time.perf_counter()
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-            slowest = torch.tensor(time.perf_counter() - began)
-            dist.barrier()
-            bytes_after = _sent(device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if turn >= 0:
-                seconds[name].append(slowest.item())
-                sent[name] += bytes_after - bytes_before
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    steps = {name: functools.partial(step, *each) for name, each in made.items()}
+    seconds, sent = in_turns(steps, turns, device)
     if dist.get_rank() == 0:
         size = 4 * sum(p.numel() for p in _model().parameters())
         state = {name: _state_bytes(optimizer) for name, (_, optimizer) in made.items()}
